@@ -1,0 +1,236 @@
+"""Configuration: frozen pydantic models, their sources, and how a selector is named on a command line.
+
+Later sources win: defaults < preset (`retopk:paper`) < file < `--set`.
+"""
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from sparsesel.errors import InputError, UnknownNameError
+
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_PRESET = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+FILE_SUFFIXES = (".toml", ".yaml", ".yml", ".json")
+
+
+def _valid_topk(value: int | str) -> int | str:
+    if isinstance(value, int):
+        if value < 1:
+            raise ValueError("must be at least 1")
+        return value
+    match = _PERCENT.fullmatch(value)
+    if match is None or not 0 < float(match[1]) <= 100:
+        raise ValueError('must be a positive integer or a percentage of the context such as "6.25%"')
+    return f"{match[1]}%"
+
+
+Topk = Annotated[
+    int | str,
+    Field(
+        description="K: keys attended per query head and step, the current token included. An integer, or a "
+        'percentage of the visible keys such as "6.25%".'
+    ),
+    AfterValidator(_valid_topk),
+]
+
+
+def resolve_topk(topk: int | str, length: int) -> int:
+    """Number of keys that a budget means at `length` visible keys (a percentage rounds up, and is at least 1)."""
+    if isinstance(topk, int):
+        return topk
+    return max(1, math.ceil(float(topk.rstrip("%")) * length / 100 - 1e-9))
+
+
+class SelectorConfig(BaseModel):
+    """Base of every selector's configuration: immutable, hashable, without unknown fields.
+
+    A subclass declares `name: Literal["its_name"] = "its_name"` and its own fields, each with a description that
+    gives the unit, the bounds and the paper's symbol.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
+
+    name: str
+
+    def __str__(self) -> str:
+        changed = {k: v for k, v in self.model_dump(exclude_defaults=True).items() if k != "name"}
+        return ",".join([self.name, *(f"{k}={v}" for k, v in changed.items())])
+
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def build(model: type[ConfigT], values: Mapping[str, Any], *, where: str) -> ConfigT:
+    """Validate `values` into `model`; `where` says in errors what was being configured.
+
+    Raises:
+        InputError: The first field that does not fit, with the names that would.
+    """
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "constrained-")))
+        name = str(first["loc"][0]) if first["loc"] else ""
+        if first["type"] == "extra_forbidden":
+            raise unknown_name(f"{where}.{path}", name, model.model_fields, what="field") from None
+        known = model.model_fields.get(name)
+        description = f" ({known.description})" if known is not None and known.description else ""
+        expected = first["msg"].removeprefix("Value error, ")
+        got = "nothing" if first["type"] == "missing" else repr(first["input"])
+        raise InputError(
+            f"{where}.{path}" if path else where,
+            expected=(expected[:1].lower() + expected[1:]) + description,
+            got=got,
+            remedy=f"See `sparsesel show {where}` for every field." if isinstance(model, type(SelectorConfig)) and
+            issubclass(model, SelectorConfig) else "Correct it and run the command again.",
+        ) from None
+
+
+def unknown_name(where: str, name: str, known: Iterable[str], *, what: str) -> UnknownNameError:
+    """Error for a name that is not among `known`, with the nearest one that is."""
+    import difflib
+
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return UnknownNameError(
+        where,
+        expected=f"a {what} among {', '.join(names) if names else '(none)'}",
+        got=repr(name),
+        remedy=f"Did you mean {near[0]!r}?" if near else f"Choose one of the {what}s listed.",
+    )
+
+
+def read_text(path: Path, *, where: str) -> str:
+    """Text of a UTF-8 file, refused by name if it is missing, unreadable, empty or not UTF-8."""
+    problem = ""
+    text = ""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        problem = "no such file"
+    except IsADirectoryError:
+        problem = "a folder"
+    except UnicodeDecodeError as error:
+        problem = f"bytes that are not UTF-8, the first at offset {error.start}"
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+        problem = str(error)
+    if not problem and not text.strip():
+        problem = "an empty file"
+    if problem:
+        raise InputError(
+            where, expected="a readable UTF-8 text file", got=f"{path} ({problem})", remedy="Check the path and encoding."
+        )
+    return text
+
+
+def load_file(path: str | Path) -> dict[str, Any]:
+    """Read one table from a TOML, YAML or JSON file, chosen by its suffix.
+
+    Raises:
+        InputError: The file is missing, of another kind, malformed, or not a table.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in FILE_SUFFIXES:
+        raise InputError(
+            "config", expected=f"a file ending in {', '.join(FILE_SUFFIXES)}", got=path, remedy="Rename or convert it."
+        )
+    text = read_text(path, where="config")
+    try:
+        match path.suffix.lower():
+            case ".toml":
+                data = tomllib.loads(text)
+            case ".json":
+                data = json.loads(text)
+            case _:
+                data = yaml.safe_load(text)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise InputError("config", expected="a well-formed file", got=f"{path}: {error}", remedy="Correct it.") from None
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise InputError(
+            "config", expected="a table of named values", got=f"{type(data).__name__} in {path}", remedy="Use key = value."
+        )
+    return data
+
+
+def parse_value(text: str) -> Any:
+    """Read a value as TOML does (`512`, `0.9`, `true`); anything else is the text itself."""
+    if "\n" in text:
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def parse_assignments(pairs: Iterable[str], *, where: str) -> dict[str, Any]:
+    """Read `field=value` pairs.
+
+    Raises:
+        InputError: A pair without a field or a value, or one field given twice.
+    """
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, sign, value = (part.strip() for part in pair.partition("="))
+        if not (key and sign and value):
+            raise InputError(where, expected="field=value", got=repr(pair), remedy="Write for example topk=128.")
+        if key in values:
+            raise InputError(where, expected="each field once", got=f"{key!r} twice", remedy="Remove one of them.")
+        values[key] = parse_value(value)
+    return values
+
+
+@dataclass(frozen=True)
+class SelectorSpec:
+    """A selector as a user names it: `name`, `name:preset`, or a config file, each with `,field=value` after it."""
+
+    name: str
+    preset: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse_spec(text: str) -> SelectorSpec:
+    """Read `retopk:quality,topk=128` or `my_retopk.toml,topk=128`.
+
+    A file names its selector in `name` and may name a `preset`; its other keys are fields.
+
+    Raises:
+        InputError: The text is no such thing.
+    """
+    head, *pairs = text.split(",")
+    head = head.strip()
+    values = parse_assignments(pairs, where=f"selector {text!r}")
+    if "name" in values:
+        raise InputError(
+            f"selector {text!r}", expected="fields other than `name`", got="name", remedy="Put the name first."
+        )
+    if head.lower().endswith(FILE_SUFFIXES):
+        data = load_file(head)
+        name, preset = data.pop("name", None), data.pop("preset", "")
+        values = {**data, **values}
+    else:
+        name, colon, preset = head.partition(":")
+        if colon and not preset:
+            name = head  # refused below
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(preset, str):
+        raise InputError(
+            "selector",
+            expected="name, name:preset or a config file, then optional ,field=value",
+            got=repr(text),
+            remedy="Write for example retopk:quality,topk=128; `sparsesel list` shows the names.",
+        )
+    if preset and not _PRESET.fullmatch(preset):
+        raise InputError(
+            "preset", expected="letters, digits, '_', '-' and '.'", got=repr(preset), remedy="See `sparsesel show`."
+        )
+    return SelectorSpec(name, preset, values)

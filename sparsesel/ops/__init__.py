@@ -1,0 +1,11 @@
+"""Operations that selectors are built from: one function each, defined by `reference.py`."""
+
+from sparsesel.ops.reference import (
+    dense_attention,
+    indexed_qk,
+    qk_scores,
+    sparse_attention,
+    topk_indices,
+)
+
+__all__ = ["dense_attention", "indexed_qk", "qk_scores", "sparse_attention", "topk_indices"]

@@ -1,0 +1,207 @@
+"""Finds selectors through entry points and makes them by name.
+
+pluggy's own bulk loading lets one plugin silently replace another's selector and lets one broken import take
+all discovery down. So entry points are enumerated here, each is loaded by itself, and both faults are kept, shown
+by `sparsesel list` and raised only when the plugin concerned is asked for.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.resources
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from sparsesel import hookspecs
+from sparsesel.config import SelectorConfig, build, parse_spec, unknown_name
+from sparsesel.errors import BrokenPluginError, InputError
+from sparsesel.hookspecs import SelectorPlugin
+
+if TYPE_CHECKING:
+    from sparsesel.selector import Selector
+
+GROUP = "sparsesel"
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A selector and where it came from."""
+
+    plugin: SelectorPlugin
+    distribution: str
+    version: str
+    entry_point: str
+
+
+@dataclass(frozen=True)
+class Broken:
+    """An entry point, or a name, that cannot be used, and why."""
+
+    name: str
+    distribution: str
+    version: str
+    error: str
+
+
+class Registry:
+    """Everything found in one sweep over entry points.
+
+    Attributes:
+        selectors: Usable selectors by name, sorted.
+        broken: What could not be used, with the reason.
+    """
+
+    def __init__(self, entry_points: "list[importlib.metadata.EntryPoint]") -> None:
+        found: dict[str, list[Registered]] = {}
+        self.broken: list[Broken] = []
+        for entry_point in sorted(entry_points, key=lambda e: (e.name, e.value)):
+            dist = entry_point.dist
+            origin = (dist.name, dist.version) if dist is not None else ("unknown", "unknown")
+            try:
+                plugins = _load(entry_point)
+            except Exception as error:  # a third party's import can raise anything
+                message = f"{type(error).__name__}: {error}"
+                self.broken.append(Broken(entry_point.name, *origin, message))
+                continue
+            for plugin in plugins:
+                found.setdefault(plugin.name, []).append(Registered(plugin, *origin, entry_point.name))
+        self.selectors: dict[str, Registered] = {}
+        for name, claims in sorted(found.items()):
+            if len(claims) == 1:
+                self.selectors[name] = claims[0]
+                continue
+            rivals = " and ".join(f"{c.distribution} {c.version} (entry point {c.entry_point})" for c in claims)
+            error = f"the name {name!r} is claimed by {rivals}; uninstall all but one of them"
+            self.broken.extend(Broken(name, c.distribution, c.version, error) for c in claims)
+
+    def get(self, name: str) -> Registered:
+        """Look a selector up.
+
+        Raises:
+            BrokenPluginError: It is installed but broken, or claimed twice.
+            UnknownNameError: It is not installed.
+        """
+        if name in self.selectors:
+            return self.selectors[name]
+        for broken in self.broken:
+            if broken.name == name:
+                raise BrokenPluginError(
+                    f"selector {name!r}",
+                    expected="a plugin that loads",
+                    got=broken.error,
+                    remedy=f"It comes from {broken.distribution} {broken.version}; repair or uninstall it.",
+                )
+        raise unknown_name("selector", name, self.selectors, what="selector")
+
+    def config_class(self, name: str) -> type[SelectorConfig]:
+        """Configuration class of a selector."""
+        config = _resolve(self.get(name), "config")
+        if not (isinstance(config, type) and issubclass(config, SelectorConfig)):
+            raise BrokenPluginError(
+                f"selector {name!r}",
+                expected="`config` to name a subclass of SelectorConfig",
+                got=repr(config),
+                remedy=f"Report it to {self.get(name).distribution}.",
+            )
+        return config
+
+    def presets(self, name: str) -> dict[str, dict[str, Any]]:
+        """Presets of a selector: name of the preset to the fields it sets."""
+        package = self.get(name).plugin.presets
+        if not package:
+            return {}
+        folder = importlib.resources.files(package) / "presets"
+        files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
+        return {f.name.removesuffix(".toml"): tomllib.loads(f.read_text(encoding="utf-8")) for f in files}
+
+    def make_config(self, spec: str, overrides: Mapping[str, Any] | None = None) -> SelectorConfig:
+        """Resolve a selector's configuration: defaults < preset < file < the spec's own fields < `overrides`.
+
+        Args:
+            spec: `name`, `name:preset` or a config file, each optionally followed by `,field=value`.
+            overrides: Fields that win over everything else.
+
+        Raises:
+            InputError: Unknown selector, preset or field, or a value out of bounds.
+        """
+        parsed = parse_spec(spec)
+        config_class = self.config_class(parsed.name)
+        values: dict[str, Any] = {}
+        if parsed.preset:
+            presets = self.presets(parsed.name)
+            if parsed.preset not in presets:
+                raise unknown_name(f"preset of {parsed.name}", parsed.preset, presets, what="preset")
+            values.update(presets[parsed.preset])
+        values.update(parsed.values)
+        values.update(overrides or {})
+        return build(config_class, values, where=parsed.name)
+
+    def make_selector(self, spec: "str | SelectorConfig", overrides: Mapping[str, Any] | None = None) -> "Selector":
+        """Make a selector from a spec or from a configuration.
+
+        Raises:
+            InputError: As `make_config`; also when `overrides` come with a configuration.
+        """
+        if isinstance(spec, SelectorConfig):
+            if overrides:
+                raise InputError(
+                    "overrides", expected="none beside a config object", got=overrides, remedy="Use model_copy(update=…)."
+                )
+            config = spec
+        else:
+            config = self.make_config(spec, overrides)
+        return _resolve(self.get(config.name), "factory")(config)
+
+
+def _load(entry_point: importlib.metadata.EntryPoint) -> list[SelectorPlugin]:
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    manager.register(entry_point.load(), name=entry_point.name)
+    manager.check_pending()
+    plugins: list[SelectorPlugin] = []
+    for result in manager.hook.sparsesel_selectors():
+        plugins.extend(result)
+    if not plugins:
+        raise TypeError(f"{entry_point.value} implements no `sparsesel_selectors` hook, or it returns no selector")
+    for plugin in plugins:
+        if not isinstance(plugin, SelectorPlugin):
+            raise TypeError(f"`sparsesel_selectors` must return SelectorPlugin records, got {plugin!r}")
+        if not _NAME.fullmatch(plugin.name):
+            raise ValueError(f"selector name {plugin.name!r} is not of the form [a-z][a-z0-9_]*")
+    return plugins
+
+
+def _resolve(registered: Registered, attribute: str) -> Any:
+    target: str = getattr(registered.plugin, attribute)
+    module, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # a third party's import can raise anything
+        raise BrokenPluginError(
+            f"selector {registered.plugin.name!r}",
+            expected=f"`{attribute}` {target!r} to import",
+            got=f"{type(error).__name__}: {error}",
+            remedy=f"It comes from {registered.distribution} {registered.version}; repair or uninstall it.",
+        ) from error
+
+
+@functools.cache
+def registry() -> Registry:
+    """The registry of this process; entry points are read once."""
+    return Registry(list(importlib.metadata.entry_points(group=GROUP)))
+
+
+def make_config(spec: str, **overrides: Any) -> SelectorConfig:
+    """Resolve `spec`, for example `make_config("retopk:quality", topk=128)`. See `Registry.make_config`."""
+    return registry().make_config(spec, overrides)
+
+
+def make_selector(spec: "str | SelectorConfig", **overrides: Any) -> "Selector":
+    """Make a selector, for example `make_selector("retopk:quality,topk=128")`. See `Registry.make_selector`."""
+    return registry().make_selector(spec, overrides)
