@@ -1,0 +1,1 @@
+"""The one way into Hugging Face models."""
