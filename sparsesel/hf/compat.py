@@ -6,7 +6,7 @@ of `crop` (once: the length to keep) became an error.
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,12 +37,9 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
-def cache_in(arguments: Mapping[str, Any]) -> Cache | None:
-    """The cache among the keyword arguments of a model or an attention module."""
-    for name in ("cache", "past_key_values", "past_key_value"):
-        if arguments.get(name) is not None:
-            return arguments[name]
-    return None
+def cache_in(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Cache | None:
+    """The cache among a call's arguments, whatever the model family calls it."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
 
 
 def cache_of(output: Any) -> Cache:

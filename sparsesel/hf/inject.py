@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sparsesel.config import SelectorConfig
-from sparsesel.errors import InputError
+from sparsesel.errors import InputError, UnsupportedModelError
 from sparsesel.hf import compat
 from sparsesel.hf.cache import SelectorLayer, selector_layer
 from sparsesel.hf.layers import AttentionLayer, attention_layers
@@ -265,7 +265,7 @@ class _Hook:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         call = Call(self.session, self.layer_idx, self.selector)
         if self.selector is not None:
-            cache = compat.cache_in(kwargs)
+            cache = compat.cache_in(args, kwargs)
             if cache is None:
                 raise InputError(
                     "use_cache",
@@ -314,6 +314,13 @@ def _attention_function(
         # (A module of ours that loses its keyword arguments lands here too; its `after` hook raises.)
         implementation = _replaced[id(module.config)]
         return compat.dense_attention(implementation, module, query, key, value, attention_mask, **kwargs)
+    if call.answered and call.selector is not None:
+        raise UnsupportedModelError(
+            f"layer {call.layer_idx} ({type(module).__name__})",
+            expected="one attention over one cache of keys and values",
+            got="a second attention in the same forward",
+            remedy="This model cannot be sparsified; name other layers, or leave it dense.",
+        )
     call.answered = True
     return call.session._attention(call, module, query, key, value, attention_mask, **kwargs)
 

@@ -29,6 +29,8 @@ FAMILIES: dict[str, dict[str, object]] = {
     "granite": {},
     "olmo2": {},
     "smollm3": {},
+    "gpt_neox": {"hidden_act": "gelu"},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
     "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
     "gemma3_text": {
         "sliding_window": 16,

@@ -16,6 +16,8 @@ FAMILIES = (
     "granite",
     "olmo2",
     "smollm3",
+    "gpt_neox",
+    "gpt2",
     "qwen3_moe",
     "gemma3_text",
 )

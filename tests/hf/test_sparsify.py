@@ -122,6 +122,12 @@ def test_a_module_that_keeps_its_keyword_arguments_to_itself_is_found_out(tiny, 
         model(prompt)
 
 
+def test_a_module_that_attends_twice_is_refused(tiny, prompt):
+    model = tiny("diffllama")
+    with sparsify(model, "full"), pytest.raises(UnsupportedModelError, match="second attention"):
+        model.generate(prompt, max_new_tokens=2)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
