@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from sparsesel.errors import InputError, UnknownNameError
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _PRESET = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+# What pydantic and validators write before the part that follows "expected".
+_DECORATION = re.compile(r"^(Value error, )?((Input should|must) be )?")
 FILE_SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
 
@@ -45,7 +47,7 @@ Topk = Annotated[
 
 
 def resolve_topk(topk: int | str, length: int) -> int:
-    """Number of keys that a budget means at `length` visible keys (a percentage rounds up, and is at least 1)."""
+    """Number of keys that a budget means at `length` visible keys (a percentage rounds up; at least 1)."""
     if isinstance(topk, int):
         return topk
     return max(1, math.ceil(float(topk.rstrip("%")) * length / 100 - 1e-9))
@@ -54,8 +56,8 @@ def resolve_topk(topk: int | str, length: int) -> int:
 class SelectorConfig(BaseModel):
     """Base of every selector's configuration: immutable, hashable, without unknown fields.
 
-    A subclass declares `name: Literal["its_name"] = "its_name"` and its own fields, each with a description that
-    gives the unit, the bounds and the paper's symbol.
+    A subclass declares `name: Literal["its_name"] = "its_name"` and its own fields, each with a description
+    that gives the unit, the bounds and the paper's symbol.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
@@ -80,20 +82,22 @@ def build(model: type[ConfigT], values: Mapping[str, Any], *, where: str) -> Con
         return model.model_validate(dict(values))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        path = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "constrained-")))
         name = str(first["loc"][0]) if first["loc"] else ""
+        # Later text parts name branches of a union, not something the user wrote.
+        path = ".".join([name, *(str(part) for part in first["loc"][1:] if isinstance(part, int))])
         if first["type"] == "extra_forbidden":
-            raise unknown_name(f"{where}.{path}", name, model.model_fields, what="field") from None
+            raise unknown_name(f"{where}.{path}", name, set(model.model_fields) - {"name"}, what="field") from None
         known = model.model_fields.get(name)
         description = f" ({known.description})" if known is not None and known.description else ""
-        expected = first["msg"].removeprefix("Value error, ")
+        expected = _DECORATION.sub("", first["msg"])
         got = "nothing" if first["type"] == "missing" else repr(first["input"])
         raise InputError(
             f"{where}.{path}" if path else where,
             expected=(expected[:1].lower() + expected[1:]) + description,
             got=got,
-            remedy=f"See `sparsesel show {where}` for every field." if isinstance(model, type(SelectorConfig)) and
-            issubclass(model, SelectorConfig) else "Correct it and run the command again.",
+            remedy=f"See `sparsesel show {where}` for every field."
+            if issubclass(model, SelectorConfig)
+            else "Correct it and run the command again.",
         ) from None
 
 
@@ -129,7 +133,10 @@ def read_text(path: Path, *, where: str) -> str:
         problem = "an empty file"
     if problem:
         raise InputError(
-            where, expected="a readable UTF-8 text file", got=f"{path} ({problem})", remedy="Check the path and encoding."
+            where,
+            expected="a readable UTF-8 text file",
+            got=f"{path} ({problem})",
+            remedy="Check the path and encoding.",
         )
     return text
 
@@ -143,7 +150,10 @@ def load_file(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if path.suffix.lower() not in FILE_SUFFIXES:
         raise InputError(
-            "config", expected=f"a file ending in {', '.join(FILE_SUFFIXES)}", got=path, remedy="Rename or convert it."
+            "config",
+            expected=f"a file ending in {', '.join(FILE_SUFFIXES)}",
+            got=path,
+            remedy="Rename or convert it.",
         )
     text = read_text(path, where="config")
     try:
@@ -154,22 +164,31 @@ def load_file(path: str | Path) -> dict[str, Any]:
                 data = json.loads(text)
             case _:
                 data = yaml.safe_load(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise InputError("config", expected="a well-formed file", got=f"{path}: {error}", remedy="Correct it.") from None
+    except (
+        ValueError,
+        yaml.YAMLError,
+        RecursionError,
+    ) as error:  # ValueError: also a number or date out of range
+        raise InputError(
+            "config", expected="a well-formed file", got=f"{path}: {error}", remedy="Correct it."
+        ) from None
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise InputError(
-            "config", expected="a table of named values", got=f"{type(data).__name__} in {path}", remedy="Use key = value."
+            "config",
+            expected="a table of named values",
+            got=f"{type(data).__name__} in {path}",
+            remedy="Use key = value.",
         )
     return data
 
 
 def parse_value(text: str) -> Any:
     """Read a value as TOML does (`512`, `0.9`, `true`); anything else is the text itself."""
-    if "\n" in text:
+    if "\n" in text or "#" in text:  # neither a second line nor a comment belongs to a value
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -192,7 +211,7 @@ def parse_assignments(pairs: Iterable[str], *, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SelectorSpec:
-    """A selector as a user names it: `name`, `name:preset`, or a config file, each with `,field=value` after it."""
+    """A selector as a user names it: `name`, `name:preset` or a config file, then any `,field=value`."""
 
     name: str
     preset: str = ""
@@ -212,7 +231,10 @@ def parse_spec(text: str) -> SelectorSpec:
     values = parse_assignments(pairs, where=f"selector {text!r}")
     if "name" in values:
         raise InputError(
-            f"selector {text!r}", expected="fields other than `name`", got="name", remedy="Put the name first."
+            f"selector {text!r}",
+            expected="fields other than `name`",
+            got="name",
+            remedy="Put the name first.",
         )
     if head.lower().endswith(FILE_SUFFIXES):
         data = load_file(head)
@@ -231,6 +253,61 @@ def parse_spec(text: str) -> SelectorSpec:
         )
     if preset and not _PRESET.fullmatch(preset):
         raise InputError(
-            "preset", expected="letters, digits, '_', '-' and '.'", got=repr(preset), remedy="See `sparsesel show`."
+            "preset",
+            expected="letters, digits, '_', '-' and '.'",
+            got=repr(preset),
+            remedy="See `sparsesel show`.",
         )
     return SelectorSpec(name, preset, values)
+
+
+class RunConfig(BaseModel):
+    """What an evaluation measures; written beside its results, and read back with `--config`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+
+    model: str = Field(
+        default="smollm2-135m", description="The offline model's name, a local folder or a Hub id."
+    )
+    selectors: tuple[str, ...] = Field(
+        strict=False, min_length=1, description="Selectors: name, name:preset or a file, then ,field=value."
+    )
+    set: dict[str, Any] = Field(
+        default_factory=dict, description="Fields set in every selector that has them."
+    )
+    contexts: tuple[int, ...] = Field(
+        default=(2048,), strict=False, min_length=1, description="Tokens of a document, the scored ones included."
+    )
+    suffix: int = Field(default=512, ge=1, description="Tokens scored at the end of each document.")
+    texts: tuple[str, ...] = Field(
+        default=(), strict=False, description="UTF-8 text files; without any, Python's language reference."
+    )
+    skip_chars: int = Field(default=0, ge=0, description="Characters left out at the beginning of each file.")
+    documents: int | None = Field(
+        default=None, ge=1, description="Documents, taken from the files in turn; by default one of each."
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of torch's generator, set before each measurement.")
+
+    @field_validator("contexts")
+    @classmethod
+    def _contexts_are_lengths(cls, contexts: tuple[int, ...]) -> tuple[int, ...]:
+        if min(contexts) < 1 or len(set(contexts)) < len(contexts):
+            raise ValueError("positive lengths, each once")
+        return contexts
+
+    @field_validator("suffix")
+    @classmethod
+    def _suffix_leaves_a_prefill(cls, suffix: int, info: ValidationInfo) -> int:
+        shortest = min(info.data.get("contexts", (suffix + 3,)))
+        if suffix > shortest - 3:
+            # One token is consumed and not scored; a forward of fewer than two is no prefill.
+            raise ValueError(f"at most {shortest - 3}, three less than the smallest context")
+        return suffix
+
+    @field_validator("documents")
+    @classmethod
+    def _documents_use_every_file(cls, documents: int | None, info: ValidationInfo) -> int:
+        files = max(1, len(info.data.get("texts", ())))
+        if documents is not None and documents < files:
+            raise ValueError(f"at least {files}, one of each text file")
+        return documents or files

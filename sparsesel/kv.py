@@ -50,7 +50,8 @@ class KVView:
         Args:
             keys: Post-RoPE keys, the current token's included; any strides.
             values: Their values.
-            starts: Column of each sequence's first token in a left-padded batch; every sequence ends at T.
+            starts: Column of each sequence's first token in a left-padded batch, T where there is none yet;
+                every sequence ends at T.
 
         Raises:
             InputError: Shapes that do not belong together.
@@ -63,6 +64,7 @@ class KVView:
                 raise InputError("starts", expected=f"shape ({batch},)", got=tuple(starts.shape), remedy="One per row.")
             starts = starts.to(device=keys.device, dtype=torch.int64)
             lengths = lengths - starts
+            starts = starts.clamp_max(length - 1)  # a sequence without a token yet reads some existing column
         return cls(keys, values, lengths, length, uniform=starts is None, starts=starts)
 
     @classmethod

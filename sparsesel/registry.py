@@ -1,10 +1,11 @@
 """Finds selectors through entry points and makes them by name.
 
 pluggy's own bulk loading lets one plugin silently replace another's selector and lets one broken import take
-all discovery down. So entry points are enumerated here, each is loaded by itself, and both faults are kept, shown
-by `sparsesel list` and raised only when the plugin concerned is asked for.
+all discovery down. So entry points are enumerated here, each is loaded by itself, and both faults are kept,
+shown by `sparsesel list` and raised only when the plugin concerned is asked for.
 """
 
+import dataclasses
 import functools
 import importlib
 import importlib.metadata
@@ -61,11 +62,10 @@ class Registry:
         found: dict[str, list[Registered]] = {}
         self.broken: list[Broken] = []
         for entry_point in sorted(entry_points, key=lambda e: (e.name, e.value)):
-            dist = entry_point.dist
-            origin = (dist.name, dist.version) if dist is not None else ("unknown", "unknown")
+            origin = _origin(entry_point)
             try:
                 plugins = _load(entry_point)
-            except Exception as error:  # a third party's import can raise anything
+            except (Exception, SystemExit) as error:  # a third party's import can raise anything
                 message = f"{type(error).__name__}: {error}"
                 self.broken.append(Broken(entry_point.name, *origin, message))
                 continue
@@ -112,13 +112,21 @@ class Registry:
         return config
 
     def presets(self, name: str) -> dict[str, dict[str, Any]]:
-        """Presets of a selector: name of the preset to the fields it sets."""
+        """Presets of a selector: name of the preset to the fields it sets.
+
+        Raises:
+            BrokenPluginError: They cannot be read.
+            UnknownNameError: There is no such selector.
+        """
         package = self.get(name).plugin.presets
         if not package:
             return {}
-        folder = importlib.resources.files(package) / "presets"
-        files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
-        return {f.name.removesuffix(".toml"): tomllib.loads(f.read_text(encoding="utf-8")) for f in files}
+        try:
+            folder = importlib.resources.files(package) / "presets"
+            files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
+            return {f.name.removesuffix(".toml"): tomllib.loads(f.read_text(encoding="utf-8")) for f in files}
+        except (ImportError, OSError, ValueError) as error:
+            raise _broken(self.get(name), f"readable presets/*.toml in {package}", error) from error
 
     def make_config(self, spec: str, overrides: Mapping[str, Any] | None = None) -> SelectorConfig:
         """Resolve a selector's configuration: defaults < preset < file < the spec's own fields < `overrides`.
@@ -151,7 +159,10 @@ class Registry:
         if isinstance(spec, SelectorConfig):
             if overrides:
                 raise InputError(
-                    "overrides", expected="none beside a config object", got=overrides, remedy="Use model_copy(update=…)."
+                    "overrides",
+                    expected="none beside a config object",
+                    got=overrides,
+                    remedy="Use model_copy(update=…).",
                 )
             config = spec
         else:
@@ -172,9 +183,21 @@ def _load(entry_point: importlib.metadata.EntryPoint) -> list[SelectorPlugin]:
     for plugin in plugins:
         if not isinstance(plugin, SelectorPlugin):
             raise TypeError(f"`sparsesel_selectors` must return SelectorPlugin records, got {plugin!r}")
+        for field in dataclasses.fields(plugin):
+            if not isinstance(getattr(plugin, field.name), str):
+                raise TypeError(f"`{field.name}` of {plugin.name!r} must be text, got {getattr(plugin, field.name)!r}")
         if not _NAME.fullmatch(plugin.name):
             raise ValueError(f"selector name {plugin.name!r} is not of the form [a-z][a-z0-9_]*")
     return plugins
+
+
+def _origin(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:
+    """Name and version of the distribution that declares it, as far as its metadata can be read."""
+    try:
+        dist = entry_point.dist
+        return (dist.name or "unknown", dist.version or "unknown") if dist is not None else ("unknown", "unknown")
+    except Exception:  # damaged metadata raises what it likes, by Python version
+        return ("unknown", "unknown")
 
 
 def _resolve(registered: Registered, attribute: str) -> Any:
@@ -182,13 +205,17 @@ def _resolve(registered: Registered, attribute: str) -> Any:
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:  # a third party's import can raise anything
-        raise BrokenPluginError(
-            f"selector {registered.plugin.name!r}",
-            expected=f"`{attribute}` {target!r} to import",
-            got=f"{type(error).__name__}: {error}",
-            remedy=f"It comes from {registered.distribution} {registered.version}; repair or uninstall it.",
-        ) from error
+    except (Exception, SystemExit) as error:  # a third party's import can raise anything
+        raise _broken(registered, f"`{attribute}` {target!r} to import", error) from error
+
+
+def _broken(registered: Registered, expected: str, error: BaseException) -> BrokenPluginError:
+    return BrokenPluginError(
+        f"selector {registered.plugin.name!r}",
+        expected=expected,
+        got=f"{type(error).__name__}: {error}",
+        remedy=f"It comes from {registered.distribution} {registered.version}; repair or uninstall it.",
+    )
 
 
 @functools.cache
@@ -203,5 +230,5 @@ def make_config(spec: str, **overrides: Any) -> SelectorConfig:
 
 
 def make_selector(spec: "str | SelectorConfig", **overrides: Any) -> "Selector":
-    """Make a selector, for example `make_selector("retopk:quality,topk=128")`. See `Registry.make_selector`."""
+    """Make a selector, as in `make_selector("retopk:quality,topk=128")`. See `Registry.make_selector`."""
     return registry().make_selector(spec, overrides)

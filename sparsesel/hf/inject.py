@@ -168,7 +168,7 @@ class Session:
             after_handle = layer.module.register_forward_hook(hook.after, with_kwargs=True)
             self._undo += [before_handle.remove, after_handle.remove]
 
-    def _starts(self, mask: Tensor | None, cache_layer: SelectorLayer) -> Tensor | None:
+    def _starts(self, mask: Tensor | None, cache_layer: SelectorLayer, past: int, new: int) -> Tensor | None:
         """Column of each sequence's first token, read from the mask once for all layers of a forward.
 
         Raises:
@@ -178,17 +178,21 @@ class Session:
         known = cache_layer.starts
         if mask is None:
             if known is not None and bool((known > 0).any()):
-                raise _padding_changed("no attention mask")
+                raise _padding_changed()
             return None
         if self._padding is not None and self._padding[0]() is mask:
             return self._padding[1]
-        if known is not None:
+        if known is not None and new == 1:
             _check_padding(mask, known)
             starts = known
         else:
             starts = _read_starts(mask)
-            if starts is not None and cache_layer.state is not None:
-                raise _padding_changed("one that hides tokens which were visible before")
+            if cache_layer.state is not None:
+                before = torch.zeros_like(mask[:, 0, 0, 0], dtype=torch.int64) if known is None else known
+                now = torch.zeros_like(before) if starts is None else starts
+                # A sequence of which nothing was visible yet may start anywhere from here on.
+                if bool(((now != before) & (before < past)).any()):
+                    raise _padding_changed()
         self._padding = (weakref.ref(mask), starts)
         return starts
 
@@ -215,7 +219,7 @@ class Session:
                 )
         batch, num_heads, new, head_dim = query.shape
         past = key.shape[2] - new
-        cache_layer.starts = self._starts(mask, cache_layer)
+        cache_layer.starts = self._starts(mask, cache_layer, past, new)
         spec = LayerSpec(call.layer_idx, num_heads, key.shape[1], head_dim, query.dtype, query.device, batch_size=batch)
         state = cache_layer.bind(selector, spec, self._counters[call.layer_idx])
         scale = kwargs.get("scaling")
@@ -326,7 +330,10 @@ def _attention_function(
 
 
 def _read_starts(mask: Tensor) -> Tensor | None:
-    """First visible column of each sequence, None if it is 0 for all; the mask is `[B, 1, Tq, Tk]`."""
+    """First visible column of each sequence (Tk if there is none yet), None if it is 0 for all.
+
+    The mask is `[B, 1, Tq, Tk]`.
+    """
     if mask.dtype != torch.bool or mask.ndim != 4:
         raise InputError(
             "attention_mask",
@@ -336,6 +343,7 @@ def _read_starts(mask: Tensor) -> Tensor | None:
         )
     visible = mask[:, 0, -1]
     starts = visible.to(torch.uint8).argmax(dim=-1)
+    starts = torch.where(visible.any(-1), starts, visible.shape[1])
     expected = torch.arange(visible.shape[1], device=mask.device) >= starts[:, None]
     if not bool((visible == expected).all()):
         raise InputError(
@@ -354,14 +362,14 @@ def _check_padding(mask: Tensor, starts: Tensor) -> None:
     if mask.device.type != "cpu":
         torch._assert_async(same, "attention_mask: not the left padding that this cache was filled with")  # pyright: ignore[reportPrivateImportUsage]
     elif not bool(same):
-        raise _padding_changed("another one")
+        raise _padding_changed()
 
 
-def _padding_changed(got: str) -> InputError:
+def _padding_changed() -> InputError:
     return InputError(
         "attention_mask",
         expected="the left padding that this cache was filled with",
-        got=got,
+        got="another one, or none",
         remedy="Pass the attention mask of all tokens so far.",
     )
 

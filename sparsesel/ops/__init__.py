@@ -4,8 +4,18 @@ from sparsesel.ops.reference import (
     dense_attention,
     indexed_qk,
     qk_scores,
+    row_topk,
+    softmax_values,
     sparse_attention,
     topk_indices,
 )
 
-__all__ = ["dense_attention", "indexed_qk", "qk_scores", "sparse_attention", "topk_indices"]
+__all__ = [
+    "dense_attention",
+    "indexed_qk",
+    "qk_scores",
+    "row_topk",
+    "softmax_values",
+    "sparse_attention",
+    "topk_indices",
+]

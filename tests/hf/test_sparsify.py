@@ -148,7 +148,7 @@ def test_a_forgotten_padding_mask_is_refused(tiny, padded):
     with sparsify(model, "full"), torch.no_grad():
         output = model(**padded, use_cache=True)
         cache = {compat.CACHE_ARGUMENT: compat.cache_of(output)}
-        with pytest.raises(InputError, match="no attention mask"):
+        with pytest.raises(InputError, match="left padding"):
             model(padded["input_ids"][:, -1:], **cache)
 
 
@@ -157,12 +157,12 @@ def test_padding_that_changes_is_refused(tiny, padded, prompt):
     longer = torch.nn.functional.pad(padded["attention_mask"], (0, 1), value=1)
     with sparsify(model, "full"), torch.no_grad():
         cache = {compat.CACHE_ARGUMENT: compat.cache_of(model(**padded, use_cache=True))}
-        with pytest.raises(InputError, match="another one"):
+        with pytest.raises(InputError, match="left padding"):
             model(padded["input_ids"][:, -1:], attention_mask=longer.flip(0), **cache)
         cache = {compat.CACHE_ARGUMENT: compat.cache_of(model(prompt, use_cache=True))}
         hidden = torch.ones(1, 41, dtype=torch.long)
         hidden[0, :3] = 0
-        with pytest.raises(InputError, match="visible before"):
+        with pytest.raises(InputError, match="left padding"):
             model(prompt[:, -1:], attention_mask=hidden, **cache)
 
 
