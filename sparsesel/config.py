@@ -266,15 +266,11 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
 
-    model: str = Field(
-        default="smollm2-135m", description="The offline model's name, a local folder or a Hub id."
-    )
+    model: str = Field(default="smollm2-135m", description="The offline model's name, a local folder or a Hub id.")
     selectors: tuple[str, ...] = Field(
         strict=False, min_length=1, description="Selectors: name, name:preset or a file, then ,field=value."
     )
-    set: dict[str, Any] = Field(
-        default_factory=dict, description="Fields set in every selector that has them."
-    )
+    set: dict[str, Any] = Field(default_factory=dict, description="Fields set in every selector that has them.")
     contexts: tuple[int, ...] = Field(
         default=(2048,), strict=False, min_length=1, description="Tokens of a document, the scored ones included."
     )

@@ -30,7 +30,7 @@ class KVView:
     """
 
     keys: Float[Tensor, "B_or_N Hkv T_or_P D"]
-    values: Float[Tensor, "B_or_N Hkv T_or_P D"]
+    values: Float[Tensor, "B_or_N Hkv T_or_P Dv"]
     lengths: Int[Tensor, " B"]
     max_length: int
     uniform: bool
@@ -41,7 +41,7 @@ class KVView:
     def dense(
         cls,
         keys: Float[Tensor, "B Hkv T D"],
-        values: Float[Tensor, "B Hkv T D"],
+        values: Float[Tensor, "B Hkv T Dv"],
         *,
         starts: Int[Tensor, " B"] | None = None,
     ) -> "KVView":
@@ -71,7 +71,7 @@ class KVView:
     def paged(
         cls,
         keys: Float[Tensor, "N Hkv P D"],
-        values: Float[Tensor, "N Hkv P D"],
+        values: Float[Tensor, "N Hkv P Dv"],
         *,
         block_table: Int[Tensor, "B M"],
         lengths: Int[Tensor, " B"],
@@ -95,7 +95,9 @@ class KVView:
         _check_pair(keys, values)
         batch = block_table.shape[0]
         if lengths.shape != (batch,):
-            raise InputError("lengths", expected=f"shape ({batch},)", got=tuple(lengths.shape), remedy="One per sequence.")
+            raise InputError(
+                "lengths", expected=f"shape ({batch},)", got=tuple(lengths.shape), remedy="One per sequence."
+            )
         if not 0 < max_length <= block_table.shape[1] * keys.shape[2]:
             raise InputError(
                 "max_length",
@@ -153,7 +155,7 @@ class KVView:
         """All keys by logical position, L = `max_length`: a view if possible; what lies past a length is undefined."""
         return self._logical(self.keys)
 
-    def logical_values(self) -> Float[Tensor, "B Hkv L D"]:
+    def logical_values(self) -> Float[Tensor, "B Hkv L Dv"]:
         """All values by logical position; see `logical_keys`."""
         return self._logical(self.values)
 
@@ -161,7 +163,7 @@ class KVView:
         """Keys at logical positions; a position outside [0, `max_length`) reads some existing key, mask it yourself."""
         return self._gather(self.keys, positions)
 
-    def gather_values(self, positions: Int[Tensor, "B Hkv N"]) -> Float[Tensor, "B Hkv N D"]:
+    def gather_values(self, positions: Int[Tensor, "B Hkv N"]) -> Float[Tensor, "B Hkv N Dv"]:
         """Values at logical positions; see `gather_keys`."""
         return self._gather(self.values, positions)
 
@@ -194,7 +196,9 @@ def _read_rows(base: Tensor, rows: Tensor, heads: Tensor, columns: Tensor) -> Te
     row, head, column, channel = base.stride()
     if channel != 1 or row % dim or head % dim or column % dim or base.numel() == 0:
         return base[rows, heads, columns]
-    extent = 1 + sum((size - 1) * (stride // dim) for size, stride in zip(base.shape[:3], base.stride()[:3], strict=True))
+    extent = 1 + sum(
+        (size - 1) * (stride // dim) for size, stride in zip(base.shape[:3], base.stride()[:3], strict=True)
+    )
     flat = base.as_strided((extent, dim), (dim, 1))
     index = rows * (row // dim) + heads * (head // dim) + columns * (column // dim)
     return flat.index_select(0, index.reshape(-1)).view(*index.shape, dim)

@@ -106,7 +106,8 @@ class SelectorLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Forget every sequence."""
-        super().reset()
+        self.keys = self.values = None
+        self.is_initialized = False
         self._buffers = self.state = self.selector = self.starts = None
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -70,6 +70,11 @@ class ModelSource:
                 digest.update(f"{path.name} {file_sha256(path)}\n".encode())
         return f"{self.folder.name}@sha256:{digest.hexdigest()}"
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether `folder` is there; otherwise the first load makes it, which takes some 20 seconds."""
+        return (self.folder / "config.json").is_file()
+
     @functools.cached_property
     def config(self) -> Any:
         """Its `transformers` configuration."""
@@ -135,7 +140,7 @@ def load_model(source: ModelSource, *, device: str | None = None) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    if source.gguf is not None and not _is_prepared(source.folder):
+    if not source.is_prepared and source.gguf is not None:
         _prepare(source)
     device = device or default_device()
     dtype = source.dtype(device)
@@ -237,15 +242,16 @@ def _resolve_offline(name: str, known: OfflineModel) -> ModelSource:
         )
     gguf = files[0]
     folder = cache_folder() / "models" / f"{name}-{file_sha256(gguf)[:12]}"
+    source = ModelSource(name, folder, gguf=gguf)
     lacking = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
-    if lacking and not _is_prepared(folder):
+    if lacking and not source.is_prepared:
         raise InputError(
             "model",
             expected="the packages gguf and accelerate, with which a GGUF file is read",
             got=f"no {' and no '.join(lacking)}",
             remedy="Run `pip install 'sparsesel[gguf]'`.",
         )
-    return ModelSource(name, folder, gguf=gguf)
+    return source
 
 
 def _resolve_folder(model: str, folder: Path) -> ModelSource:
@@ -287,14 +293,10 @@ def _has_weights(folder: Path) -> bool:
     return any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
 
 
-def _is_prepared(folder: Path) -> bool:
-    return (folder / "config.json").is_file()
-
-
 def _load(source: ModelSource, auto: Any, **arguments: Any) -> Any:
     """`auto.from_pretrained` of a source, with everything it can raise told as an input error."""
     place = source.repo or str(source.folder)
-    if source.gguf is not None and not _is_prepared(source.folder):
+    if not source.is_prepared and source.gguf is not None:
         place = str(source.gguf.parent)
         arguments["gguf_file"] = source.gguf.name
     if source.repo:
@@ -338,7 +340,7 @@ def _prepare(source: ModelSource) -> None:
             try:
                 copy.rename(source.folder)
             except OSError:
-                if not _is_prepared(source.folder):  # otherwise another process was first
+                if not source.is_prepared:  # otherwise another process was first
                     raise
     except OSError as error:
         raise InputError(

@@ -158,7 +158,7 @@ def softmax_values(
         batch, num_heads, slots, kv.values.shape[3]
     )
     # A slot without a key has weight 0, yet 0 * inf is NaN: the value it happens to read must not count either.
-    values = values.masked_fill_(unused[..., None], 0.0)
+    values = values.float().masked_fill_(unused[..., None], 0.0)
     return torch.matmul(weights[:, :, None, :], values)
 
 

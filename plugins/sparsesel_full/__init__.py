@@ -1,0 +1,1 @@
+"""Dense attention as a selector: every visible key."""

@@ -1,0 +1,1 @@
+"""ReTopK: recall the supports of similar past queries, and rank only what they hold."""

@@ -1,0 +1,49 @@
+"""Selectors as they are named on the command line, and the `--set` that goes with them."""
+
+from collections.abc import Sequence
+
+from sparsesel.config import SelectorConfig, parse_assignments, parse_spec, unknown_name
+from sparsesel.errors import InputError
+from sparsesel.registry import registry
+
+
+def resolve_selectors(specs: Sequence[str], sets: Sequence[str] = ()) -> dict[str, SelectorConfig]:
+    """Resolve the selectors that a command names.
+
+    Args:
+        specs: Selectors: `name`, `name:preset` or a config file, each optionally followed by `,field=value`.
+        sets: `field=value` pairs. Each applies to every selector that has the field and wins over the spec.
+
+    Returns:
+        The configuration of each spec, in the order given.
+
+    Raises:
+        InputError: No selector, one named twice, one that does not exist or does not validate, or a pair in
+            `sets` whose field none of them has.
+    """
+    if not specs:
+        raise InputError(
+            "--selector",
+            expected="at least one selector",
+            got="none",
+            remedy="`sparsesel list` shows those installed.",
+        )
+    overrides = parse_assignments(sets, where="--set")
+    fields: dict[str, set[str]] = {}
+    for spec in (spec.strip() for spec in specs):
+        if spec in fields:
+            raise InputError(
+                "--selector",
+                expected="each selector once",
+                got=f"{spec!r} twice",
+                remedy="Leave one of them out.",
+            )
+        # A selector is never renamed by a field, so `name` is none here.
+        fields[spec] = set(registry().config_class(parse_spec(spec).name).model_fields) - {"name"}
+    for key in overrides:
+        if not any(key in known for known in fields.values()):
+            raise unknown_name("--set", key, set().union(*fields.values()), what="field")
+    return {
+        spec: registry().make_config(spec, {key: value for key, value in overrides.items() if key in known})
+        for spec, known in fields.items()
+    }

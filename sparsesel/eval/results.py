@@ -1,0 +1,194 @@
+"""`results.jsonl`: one JSON line per measured point, durable as soon as it is measured."""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from sparsesel.errors import InputError
+
+RESULTS = "results.jsonl"
+TORN = "results.jsonl.torn"
+_KEYS = frozenset({"task", "selector", "context", "document", "metrics", "config", "provenance"})
+
+
+class Point(NamedTuple):
+    """What one line is about; a folder holds at most one line for each."""
+
+    task: str
+    selector: str
+    context: int
+    document: int
+
+
+def point_of(line: Mapping[str, Any]) -> Point:
+    """The point that a line is about."""
+    return Point(line["task"], line["selector"], line["context"], line["document"])
+
+
+class ResultStore:
+    """The results of one folder, for one process at a time. A context manager.
+
+    Attributes:
+        lines: Every complete line, in the order measured.
+        torn: Bytes of an incomplete last line that were moved to `results.jsonl.torn`, 0 if there were none.
+
+    Raises:
+        InputError: The folder cannot be written, is in use, or holds something else under these names.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.torn = 0
+        self._file = -1
+        self._lock = -1
+        try:
+            with self._refusing():
+                folder.mkdir(parents=True, exist_ok=True)
+                self._lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise InputError(
+                    "out",
+                    expected="a folder that no other process writes to",
+                    got=f"{folder} ({error.strerror})",
+                    remedy="Wait until that run has ended, or choose another folder.",
+                ) from error
+            with self._refusing():
+                self._file = os.open(folder / RESULTS, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+                self.lines = self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Add a line; it is on the disk when this returns.
+
+        Raises:
+            InputError: It could not be written. What was there stays.
+        """
+        data = (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        with self._refusing():
+            while data:
+                data = data[os.write(self._file, data) :]
+            self.lines.append(dict(line))
+            os.fsync(self._file)
+
+    def write_beside(self, name: str, text: str) -> None:
+        """Write a whole file into the folder, completely or not at all."""
+        part = self.folder / f".{name}.part"
+        with self._refusing():
+            part.write_text(text, encoding="utf-8")
+            part.replace(self.folder / name)
+
+    def close(self) -> None:
+        """Let other processes have the folder."""
+        for descriptor in (self._file, self._lock):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._file = self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read(self) -> list[dict[str, Any]]:
+        path = self.folder / RESULTS
+        data = path.read_bytes()
+        lines: list[dict[str, Any]] = []
+        seen: set[Point] = set()
+        offset = 0
+        for number, raw in enumerate(data.splitlines(keepends=True), start=1):
+            line = _parse(raw)
+            last = offset + len(raw) == len(data)
+            if line is None and last:
+                self._set_aside(data[offset:], offset)
+                break
+            if line is None or point_of(line) in seen:
+                raise InputError(
+                    "out",
+                    expected="one measured point per line, each once",
+                    got=f"line {number} of {path}: {'another of the same point' if line else 'no result'}",
+                    remedy="Remove that line, or choose another folder.",
+                )
+            if last and not raw.endswith(b"\n"):
+                os.write(self._file, b"\n")
+            seen.add(point_of(line))
+            lines.append(line)
+            offset += len(raw)
+        return lines
+
+    def _set_aside(self, torn: bytes, offset: int) -> None:
+        """Move an incomplete last line out of the way, so that nothing is ever appended to it."""
+        with (self.folder / TORN).open("ab") as file:
+            file.write(torn.rstrip(b"\n") + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.ftruncate(self._file, offset)
+        os.fsync(self._file)
+        self.torn = len(torn)
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(
+                "out",
+                expected="a folder that can be written",
+                got=f"{self.folder}: {error.strerror or error}",
+                remedy="Choose another folder, or make room and run the command again: what was measured is kept.",
+            ) from error
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """The complete lines of a folder's results, without touching them."""
+    parsed = map(_parse, (folder / RESULTS).read_bytes().splitlines(keepends=True))
+    return [line for line in parsed if line is not None]
+
+
+def _parse(raw: bytes) -> dict[str, Any] | None:
+    """A line's content, None if it is no complete result."""
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and line.keys() >= _KEYS else None
+
+
+def check_same(
+    lines: list[dict[str, Any]], expected: Callable[[dict[str, Any]], Mapping[str, Any]], folder: Path
+) -> None:
+    """Refuse a folder that holds results of other work.
+
+    Args:
+        lines: What it holds.
+        expected: For a line, what must be found there: dotted path to value.
+        folder: Named in the error.
+
+    Raises:
+        InputError: The first line that differs, and in what.
+    """
+    for line in lines:
+        for path, value in expected(line).items():
+            known: Any = line
+            for key in path.split("."):
+                known = known.get(key) if isinstance(known, dict) else None
+            if known != value:
+                point = point_of(line)
+                raise InputError(
+                    "out",
+                    expected=f"a folder without results, or with results of {path.split('.')[-1]} {value}",
+                    got=f"{folder}, where {point.selector} at context {point.context}, document {point.document}, "
+                    f"has {path.split('.')[-1]} {known}",
+                    remedy="Choose another --out, or run what this folder holds (its config.json says what).",
+                )

@@ -1,0 +1,62 @@
+"""For every test: no network, memory poisoned before it is written, shapes checked as annotated."""
+
+import functools
+import importlib.util
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+from jaxtyping import install_import_hook
+
+# Before anything imports them. Shape annotations cost nothing outside tests.
+CHECKED = ["sparsesel.kv", "sparsesel.ops", "sparsesel.testing.inputs", "sparsesel.testing.tolerances"]
+# Of a plugin, all but what describes it: pydantic checks that, and has annotations that beartype cannot.
+PLUGINS = Path(__file__).parents[1] / "plugins"
+CHECKED += [
+    f"{path.parent.name}.{path.stem}" for path in PLUGINS.glob("*/[!_]*.py") if path.stem not in ("plugin", "config")
+]
+install_import_hook(CHECKED, "beartype.beartype")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+# The same examples in every run; HYPOTHESIS_PROFILE=explore looks for new ones.
+settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("explore", deadline=None, max_examples=400)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+# The sample project's tests need the sample project; test_third_party.py says so where it must be there.
+collect_ignore = [] if importlib.util.find_spec("sparsesel_strided") else ["third_party"]
+
+
+def _poisoned(allocate):
+    """`allocate`, its result full of NaN, or of a number no index has."""
+
+    @functools.wraps(allocate)
+    def poisoned(*args, **kwargs):
+        tensor = allocate(*args, **kwargs)
+        if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.requires_grad:
+            return tensor
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        elif tensor.dtype in (torch.int32, torch.int64):
+            tensor.fill_(torch.iinfo(tensor.dtype).min // 2)
+        return tensor
+
+    return poisoned
+
+
+@pytest.fixture(autouse=True)
+def poison_fresh_memory(monkeypatch):
+    """What `torch.empty` and its like return is garbage in earnest, so that reading it before writing shows."""
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(torch.Tensor, name, _poisoned(getattr(torch.Tensor, name)))

@@ -1,0 +1,147 @@
+"""`sparsesel eval perplexity` as a user meets it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from sparsesel.cli.app import app
+from sparsesel.eval import runner
+from sparsesel.eval.results import RESULTS, ResultStore, read_results
+
+
+@pytest.fixture
+def command(model_folder, text_file, tmp_path):
+    """Arguments of a small run that writes to `tmp_path / "out"`."""
+    options = {"--model": model_folder, "--context": 64, "--suffix": 16, "--text": text_file, "--out": tmp_path / "out"}
+    fixed = ["--selector", "full", "--selector", "retopk:quality", "--set", "topk=8"]
+
+    def make(*more, **changes):
+        merged = {**options, **{"--" + name.replace("_", "-"): value for name, value in changes.items()}}
+        pairs = [str(part) for option in merged.items() if option[1] is not None for part in option]
+        return ["eval", "perplexity", *fixed, *pairs, *more]
+
+    return make
+
+
+def invoke(arguments):
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "150"})
+
+
+def test_it_ends_in_the_table(command, tmp_path, monkeypatch):
+    result = invoke(command("--documents", "2"))
+    assert result.exit_code == 0, result.output
+    lines = read_results(tmp_path / "out")
+    assert [(line["document"], line["selector"]) for line in lines] == [
+        (0, "full"),
+        (0, "retopk:quality"),
+        (1, "full"),
+        (1, "retopk:quality"),
+    ]
+    assert "context 64: 2 documents, last 16 tokens of each" in result.stdout
+    assert "[4/4] retopk:quality" in result.stderr
+    # Again: the same table at once, without a model; also from the configuration alone.
+    monkeypatch.setattr(runner, "load_model", lambda *_, **__: pytest.fail("loaded the model"))
+    again = invoke(command("--documents", "2"))
+    assert again.stdout == result.stdout
+    config = tmp_path / "out" / "config.json"
+    third = invoke(["eval", "perplexity", "--config", str(config), "--out", str(tmp_path / "out")])
+    assert third.stdout == result.stdout
+    assert len(read_results(tmp_path / "out")) == 4
+
+
+def test_options_win_over_the_file(command, tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text('selectors = ["exact_topk"]\nsuffix = 9\ndocuments = 2\n[set]\ntopk = 5\n', encoding="utf-8")
+    result = invoke(command("--config", str(config)))
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert (written["selectors"], written["suffix"], written["documents"]) == (["full", "retopk:quality"], 16, 2)
+    assert written["set"] == {"topk": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"model": "nowhere/to-be-found"}, "model"),
+        ({"model": "../nowhere"}, "model"),
+        ({"model": "gpt-17"}, "model"),
+        ({"context": 300}, "context"),
+        ({"context": 0}, "contexts"),
+        ({"suffix": 62}, "suffix"),
+        ({"suffix": 0}, "suffix"),
+        ({"documents": 10_000}, "documents"),
+        ({"skip_chars": 10_000_000}, "skip_chars"),
+        ({"skip_chars": -1}, "skip_chars"),
+        ({"text": "/no/such/file.txt"}, "text"),
+        ({"text": "/dev/null"}, "text"),
+        ({"out": "/dev/null/x"}, "out"),
+        ({"config": "/no/such.toml"}, "config"),
+        ({"selector": "retopk2"}, "selector"),
+        ({"selector": "retopk,cache_size=2,recall_size=3"}, "recall_size"),
+        ({"selector": "full"}, "--selector"),
+        ({"set": "tokp=3"}, "--set"),
+    ],
+)
+def test_bad_input_is_refused_before_any_model_loads(command, monkeypatch, changes, field):
+    monkeypatch.setattr(runner, "load_model", lambda *_, **__: pytest.fail("loaded the model"))
+    result = invoke(command(**changes))
+    assert result.exit_code == 2, result.output
+    assert field in result.stderr
+    for label in ("expected", "got", "remedy"):
+        assert label in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_folder_in_use_is_refused(command, tmp_path):
+    with ResultStore(tmp_path / "out"):
+        result = invoke(command())
+    assert result.exit_code == 2
+    assert "no other process" in result.stderr
+
+
+def start(arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", "from sparsesel.cli import main; main()", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def wait_for_lines(path, count, process):
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if path.exists() and path.read_bytes().count(b"\n") >= count:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"no {count} lines: {process.communicate()}")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_is_killed_goes_on_and_repeats_nothing(command, tmp_path, how):
+    arguments = command("--documents", "12")
+    path = tmp_path / "out" / RESULTS
+    process = start(arguments)
+    wait_for_lines(path, 3, process)
+    process.send_signal(how)
+    _, complaint = process.communicate(timeout=60)
+    kept, newline = path.read_bytes(), b"\n"
+    assert 3 <= kept.count(newline) < 24
+    if how == signal.SIGINT:
+        assert process.returncode == 130
+        assert f"{kept.count(newline)} of 24 points are kept" in complaint
+        assert "Traceback" not in complaint
+    result = invoke(arguments)
+    assert result.exit_code == 0, result.output
+    complete = kept[: kept.rfind(newline) + 1]
+    assert path.read_bytes().startswith(complete)
+    lines = read_results(tmp_path / "out")
+    assert len({(line["document"], line["selector"]) for line in lines}) == len(lines) == 24

@@ -1,0 +1,209 @@
+"""A run resumes where it stopped, repeats nothing, and mixes with nothing else."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from sparsesel import InputError
+from sparsesel.cli.selectors import resolve_selectors
+from sparsesel.config import RunConfig, build, load_file
+from sparsesel.eval import runner
+from sparsesel.eval.results import RESULTS, read_results
+from sparsesel.eval.runner import Run
+
+SPECS = ("full", "exact_topk", "retopk")
+
+
+class Quiet:
+    """Progress that may be interrupted after some points."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.stop_after = stop_after
+        self.lines: list[str] = []
+        self.units = 0.0
+        self.advanced = 0.0
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def start(self, units: float) -> None:
+        self.units = units
+
+    def doing(self, text: str) -> None:
+        pass
+
+    def advance(self, units: float) -> None:
+        self.advanced += units
+
+    def measured(self, point: Any, metrics: Mapping[str, Any], done: int, total: int) -> None:
+        if done == self.stop_after:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def run(model_folder, text_file):
+    def make(out, *, sets=(), **changes) -> Run:
+        values = {
+            "model": str(model_folder),
+            "selectors": SPECS,
+            "set": {"topk": 8},
+            "contexts": (48, 96),
+            "suffix": 6,
+            "texts": [str(text_file)],
+            "documents": 2,
+            **changes,
+        }
+        config = build(RunConfig, values, where="run")
+        pairs = [f"{name}={json.dumps(value)}" for name, value in config.set.items()]
+        return Run(config, resolve_selectors(config.selectors, pairs), out)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, model_folder, text_file):
+    """An uninterrupted run: its folder, and its lines by point."""
+    out = tmp_path_factory.mktemp("finished")
+    values = {"model": str(model_folder), "selectors": SPECS, "set": {"topk": 8}, "contexts": (48, 96), "suffix": 6}
+    config = build(RunConfig, {**values, "texts": [str(text_file)], "documents": 2}, where="run")
+    with Run(config, resolve_selectors(SPECS, ["topk=8"]), out) as whole:
+        whole.measure(Quiet())
+    return out, read_results(out)
+
+
+def essence(line):
+    """What must be the same whenever it is measured."""
+    metrics = {name: value for name, value in line["metrics"].items() if name != "ms_per_step"}
+    provenance = {name: value for name, value in line["provenance"].items() if name != "time"}
+    return {**line, "metrics": metrics, "provenance": provenance}
+
+
+def test_every_point_has_its_line(finished):
+    _, lines = finished
+    keys = [(line["document"], line["context"], line["selector"]) for line in lines]
+    assert keys == [(d, c, s) for d in range(2) for c in (48, 96) for s in SPECS]
+    assert len({line["provenance"]["prompt_sha256"] for line in lines}) == 4
+    for line in lines:
+        origin = line["provenance"]
+        assert line["metrics"]["tokens"] == 6
+        assert line["config"]["name"] == line["selector"]
+        assert line["config"].get("topk", 8) == 8
+        assert origin["parameters"]["start"] == 96 * line["document"]
+        assert origin["bos_count"] == 0
+        assert {"torch", "transformers", "sparsesel", "python"} <= origin["versions"].keys()
+        assert "tiny@sha256:" in origin["model"]
+
+
+@pytest.mark.parametrize("stop_after", [1, 4, 12])
+def test_an_interrupted_run_goes_on_and_ends_the_same(run, finished, tmp_path, stop_after):
+    with run(tmp_path) as first, pytest.raises(KeyboardInterrupt):
+        first.measure(Quiet(stop_after))
+    kept = (tmp_path / RESULTS).read_bytes()
+    assert kept.count(b"\n") == stop_after
+    progress = Quiet()
+    with run(tmp_path) as second:
+        assert second.done == stop_after
+        second.measure(progress)
+        assert second.done == 12
+    assert (tmp_path / RESULTS).read_bytes().startswith(kept)
+    assert [essence(line) for line in read_results(tmp_path)] == [essence(line) for line in finished[1]]
+    assert progress.advanced == pytest.approx(progress.units)
+
+
+def test_a_finished_run_loads_no_model(run, finished, monkeypatch):
+    for name in ("load_model", "load_tokenizer"):
+        monkeypatch.setattr(runner, name, lambda *_, **__: pytest.fail("loaded something"))
+    with run(finished[0]) as again:
+        again.measure(Quiet())
+
+
+def test_selectors_contexts_and_documents_can_be_added(run, finished, tmp_path):
+    with run(tmp_path, selectors=("exact_topk",), contexts=(96,), documents=1) as small:
+        small.measure(Quiet())
+    with run(tmp_path) as large:
+        assert large.done == 1
+        large.measure(Quiet())
+    by_key = {(x["document"], x["context"], x["selector"]): essence(x) for x in finished[1]}
+    lines = read_results(tmp_path)
+    assert {(x["document"], x["context"], x["selector"]): essence(x) for x in lines} == by_key
+    assert len(lines) == 12
+
+
+CHANGES = {
+    "suffix": {"suffix": 13},
+    "data_sha256": {"skip_chars": 5},
+    "config": {"set": {"topk": 9}},
+    "start": {"contexts": (48, 97)},
+    "seed": {"seed": 1},
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_folder_of_other_results_is_refused(run, finished, what):
+    before = (finished[0] / RESULTS).read_bytes()
+    with pytest.raises(InputError, match=f"results of {what}") as error:
+        run(finished[0], **CHANGES[what])
+    assert error.value.field == "out"
+    assert (finished[0] / RESULTS).read_bytes() == before
+
+
+def test_a_folder_of_another_models_results_is_refused(run, finished, other_model_folder):
+    with pytest.raises(InputError, match="results of model other@sha256"):
+        run(finished[0], model=str(other_model_folder))
+
+
+def test_the_resolved_run_can_be_given_back(run, finished, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # its paths hold anywhere
+    values = load_file(finished[0] / "config.json")
+    with run(finished[0], **values) as again:
+        assert again.done == len(again.points) == 12
+
+
+def test_bos_is_counted_and_only_where_it_is(run, other_model_folder, tmp_path):
+    with run(tmp_path, model=str(other_model_folder), selectors=("full",), contexts=(48,), set={}) as first:
+        first.measure(Quiet())
+    assert [line["provenance"]["bos_count"] for line in read_results(tmp_path)] == [1, 0]
+
+
+def test_a_context_beyond_the_model_is_refused(run, tmp_path):
+    with pytest.raises(InputError, match="at most 256 tokens") as error:
+        run(tmp_path / "out", contexts=(48, 257))
+    assert error.value.field == "context"
+    assert not (tmp_path / "out").exists()
+    run(tmp_path, contexts=(256,)).close()
+
+
+def test_too_short_a_text_is_refused_before_the_model_loads(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "load_model", lambda *_, **__: pytest.fail("loaded the model"))
+    with pytest.raises(InputError, match=r"at most \d+ of 96 tokens") as error:
+        run(tmp_path, documents=1000)
+    assert error.value.field == "documents"
+    run(tmp_path, documents=2).close()  # the folder was let go
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"contexts": ()}, "contexts"),
+        ({"contexts": (64, 64)}, "each once"),
+        ({"contexts": (0,)}, "positive"),
+        ({"suffix": 46}, "at most 45"),
+        ({"suffix": 0}, "suffix"),
+        ({"suffix": True}, "suffix"),
+        ({"skip_chars": -1}, "skip_chars"),
+        ({"documents": 0}, "documents"),
+        ({"texts": ["a", "b"], "documents": 1}, "at least 2"),
+        ({"selectors": ()}, "selectors"),
+        ({"wat": 1}, "wat"),
+    ],
+)
+def test_a_run_that_makes_no_sense_is_refused(values, expected):
+    with pytest.raises(InputError, match=expected):
+        build(RunConfig, {"selectors": ("full",), "contexts": (48,), "suffix": 6, **values}, where="run")
+
+
+def test_by_default_every_text_gives_one_document():
+    assert build(RunConfig, {"selectors": ["full"]}, where="run").documents == 1
+    assert build(RunConfig, {"selectors": ["full"], "texts": ["a", "b", "c"]}, where="run").documents == 3

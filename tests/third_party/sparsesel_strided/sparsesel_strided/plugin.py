@@ -1,0 +1,17 @@
+"""Entry point: says what there is, imports neither torch nor the selector."""
+
+import sparsesel
+
+
+@sparsesel.hookimpl
+def sparsesel_selectors() -> list[sparsesel.SelectorPlugin]:
+    """The one selector of this package."""
+    return [
+        sparsesel.SelectorPlugin(
+            name="strided",
+            summary="Attends to the newest tokens and to every s-th one before them.",
+            config="sparsesel_strided.config:StridedConfig",
+            factory="sparsesel_strided.selector:StridedSelector",
+            paper="Generating Long Sequences with Sparse Transformers, arXiv 1904.10509 (fixed pattern)",
+        )
+    ]
