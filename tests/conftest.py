@@ -7,8 +7,6 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -24,8 +22,9 @@ CHECKED += [
 ]
 install_import_hook(CHECKED, "beartype.beartype")
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+# Tensors in tests are tiny: threads would only wait for one another.
+THREADS = torch.get_num_threads()
+torch.set_num_threads(1)
 
 # The same examples in every run; HYPOTHESIS_PROFILE=explore looks for new ones.
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=40)
@@ -60,3 +59,14 @@ def poison_fresh_memory(monkeypatch):
         monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
     for name in ("new_empty", "new_empty_strided"):
         monkeypatch.setattr(torch.Tensor, name, _poisoned(getattr(torch.Tensor, name)))
+
+
+@pytest.fixture(autouse=True)
+def threads_for_real_models(request):
+    """A test of the demonstration model gets every core, unless other workers want them."""
+    if "PYTEST_XDIST_WORKER" in os.environ or request.node.get_closest_marker("model") is None:
+        yield
+        return
+    torch.set_num_threads(THREADS)
+    yield
+    torch.set_num_threads(1)

@@ -9,7 +9,7 @@ HEAVY = ("torch", "triton", "transformers", "numpy", "jaxtyping", "safetensors")
 
 QUICK = {
     "import sparsesel": "import sparsesel",
-    "public names without torch": "from sparsesel import InputError, SelectorConfig, hookimpl, make_config, registry",
+    "public names without torch": "from sparsesel import InputError, SelectorConfig, hookimpl, make_config",
     "registry": "from sparsesel.registry import registry; registry()",
     "config of every selector": "from sparsesel.registry import registry;"
     "[registry().config_class(name) for name in registry().selectors]",

@@ -111,5 +111,5 @@ def test_results_of_other_work_are_refused_with_what_differs(tmp_path):
     check_same(lines[:1], lambda _: {"provenance.model": "a", "config": {"topk": 12}}, tmp_path)
     with pytest.raises(InputError, match=r"results of model a.*document 1, has model b"):
         check_same(lines, lambda _: {"provenance.model": "a"}, tmp_path)
-    with pytest.raises(InputError, match="seed 0.*has seed None"):
+    with pytest.raises(InputError, match=r"seed 0.*has seed None"):
         check_same(lines, lambda _: {"provenance.seed": 0}, tmp_path)

@@ -141,6 +141,18 @@ class TestPromptEntries:
         assert stored(replay, 42, head=1) == [0, 1, 2, 3, 4, 5]
         assert stored(replay, 44, head=1) == exact_support(stream, 44, 6, head=1)
 
+    def test_only_what_is_due_is_built(self):
+        """One row's entries may be due where another's are not."""
+        stream = random_stream(26, batch=2, length=50)
+        replay = replay_of(stream).prefill(49)
+        state = replay.state
+        state.widen(6)
+        state.unbuilt[1] = False
+        state.supports[1, :, :, :6] = torch.arange(6, dtype=torch.int32)
+        replay.step()
+        assert stored(replay, 48, row=0) == exact_support(stream, 48, 6, row=0)
+        assert stored(replay, 48, row=1) == [0, 1, 2, 3, 4, 5]
+
 
 class TestRefresh:
     def test_falls_on_multiples_of_its_interval_from_the_end_of_prefill(self):
@@ -197,6 +209,14 @@ class TestRecall:
             replay.step()
             assert counted(replay, "reuse") == reused
             assert counted(replay, "fallback") == (not reused)
+
+    def test_positions_that_were_not_seen_are_not_mistaken_for_older_ones(self):
+        """Their slots hold entries of a round before."""
+        replay = replay_of(random_stream(27, length=100)).prefill(60)
+        replay.steps(20)
+        replay.skip(2)
+        _, found = replay.state.recent(torch.tensor([82]), 4)
+        assert found.tolist() == [[False, False, True, True]]
 
     def test_ties_go_to_the_newest(self):
         """Of four equal queries the two newest are recalled."""
