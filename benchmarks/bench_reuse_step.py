@@ -8,6 +8,7 @@ is asserted about time.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -44,21 +45,23 @@ def case(request: pytest.FixtureRequest) -> tuple[str, KVView, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def table() -> Iterator[dict[tuple[str, str], tuple[float, str]]]:
+def table(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str], tuple[float, str]]]:
     """Median milliseconds and a remark by (length, selector), printed side by side at the end."""
     rows: dict[tuple[str, str], tuple[float, str]] = {}
     yield rows
-    print(f"\n\nOne decode step, median ms of {ROUNDS} ({torch.get_num_threads()} threads)")
-    print(f"{'keys':>6} {'full':>9} {'exact_topk':>11} {'retopk reuse':>13} {'exact/reuse':>12}  reuse path")
+    lines = [f"{'keys':>6} {'full':>9} {'exact_topk':>11} {'retopk reuse':>13} {'exact/reuse':>12}  reuse path"]
     for length in LENGTHS:
         if all((length, name) in rows for name in SELECTORS):
             full, exact, reuse = (rows[length, name][0] for name in SELECTORS)
             remark = rows[length, "retopk"][1]
-            print(f"{length:>6} {full:9.2f} {exact:11.2f} {reuse:13.2f} {exact / reuse:11.2f}x  {remark}")
+            lines.append(f"{length:>6} {full:9.2f} {exact:11.2f} {reuse:13.2f} {exact / reuse:11.2f}x  {remark}")
+    capture: Any = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print(f"\n\nOne decode step, median ms of {ROUNDS}, {torch.get_num_threads()} threads", *lines, sep="\n")
 
 
 @pytest.mark.parametrize("name", SELECTORS)
-def test_step(name, case, layer, table, benchmark, capsys):
+def test_step(name, case, layer, table, benchmark):
     length, kv, queries = case
     selector = make_selector(name)
     state = selector.init_state(layer)
