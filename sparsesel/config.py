@@ -6,6 +6,7 @@ Later sources win: defaults < preset (`retopk:paper`) < file < `--set`.
 import json
 import math
 import re
+import reprlib
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,12 +18,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from sparsesel.errors import InputError, UnknownNameError
 
-_PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _PRESET = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 # What pydantic and validators write before the part that follows "expected".
 _DECORATION = re.compile(r"^(Value error, )?((Input should|must) be )?")
 FILE_SUFFIXES = (".toml", ".yaml", ".yml", ".json")
+MAX_COUNT = 2**31 - 1
+"""Largest position or count there is: positions are int32."""
+_SHOWN = 200  # characters of a refused value that an error shows
 
 
 def _valid_topk(value: int | str) -> int | str:
@@ -64,6 +68,13 @@ class SelectorConfig(BaseModel):
 
     name: str
 
+    @field_validator("*")
+    @classmethod
+    def _counts_fit_their_type(cls, value: Any) -> Any:
+        if isinstance(value, int) and value > MAX_COUNT:
+            raise ValueError(f"at most {MAX_COUNT}")
+        return value
+
     def __str__(self) -> str:
         changed = {k: v for k, v in self.model_dump(exclude_defaults=True).items() if k != "name"}
         return ",".join([self.name, *(f"{k}={v}" for k, v in changed.items())])
@@ -90,7 +101,7 @@ def build(model: type[ConfigT], values: Mapping[str, Any], *, where: str) -> Con
         known = model.model_fields.get(name)
         description = f" ({known.description})" if known is not None and known.description else ""
         expected = _DECORATION.sub("", first["msg"])
-        got = "nothing" if first["type"] == "missing" else repr(first["input"])
+        got = "nothing" if first["type"] == "missing" else _shown(first["input"])
         raise InputError(
             f"{where}.{path}" if path else where,
             expected=(expected[:1].lower() + expected[1:]) + description,
@@ -99,6 +110,15 @@ def build(model: type[ConfigT], values: Mapping[str, Any], *, where: str) -> Con
             if issubclass(model, SelectorConfig)
             else "Correct it and run the command again.",
         ) from None
+
+
+def _shown(value: Any) -> str:
+    """A refused value, cut short: what YAML's aliases make of a few lines can be gigabytes long."""
+    try:
+        text = reprlib.repr(value) if isinstance(value, (list, tuple, dict)) else repr(value)
+    except ValueError:  # an integer of more digits than Python writes out
+        return "a number of thousands of digits"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def unknown_name(where: str, name: str, known: Iterable[str], *, what: str) -> UnknownNameError:
@@ -141,6 +161,26 @@ def read_text(path: Path, *, where: str) -> str:
     return text
 
 
+def _unique(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A table of `pairs`; as TOML does by itself, JSON and YAML refuse a name that stands there twice."""
+    table: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise ValueError(f"{key!r} twice")
+        table[key] = value
+    return table
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """YAML's plain values alone, each name once in a table."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        # Before merge keys (`<<`) are resolved: what they bring may be overridden.
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        _unique((name, None) for name in names)
+        return super().construct_mapping(node, deep=deep)
+
+
 def load_file(path: str | Path) -> dict[str, Any]:
     """Read one table from a TOML, YAML or JSON file, chosen by its suffix.
 
@@ -161,14 +201,11 @@ def load_file(path: str | Path) -> dict[str, Any]:
             case ".toml":
                 data = tomllib.loads(text)
             case ".json":
-                data = json.loads(text)
+                data = json.loads(text, object_pairs_hook=_unique)
             case _:
-                data = yaml.safe_load(text)
-    except (
-        ValueError,
-        yaml.YAMLError,
-        RecursionError,
-    ) as error:  # ValueError: also a number or date out of range
+                data = yaml.load(text, Loader=_YamlLoader)
+    # ValueError: also a number or date out of range
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise InputError(
             "config", expected="a well-formed file", got=f"{path}: {error}", remedy="Correct it."
         ) from None
@@ -238,19 +275,20 @@ def parse_spec(text: str) -> SelectorSpec:
         )
     if head.lower().endswith(FILE_SUFFIXES):
         data = load_file(head)
-        name, preset = data.pop("name", None), data.pop("preset", "")
+        name, preset = data.pop("name", ""), data.pop("preset", "")
         values = {**data, **values}
+        expected = "`name` in the file, text that names a selector, and `preset`, if it is there, text"
+        got = f"name {_shown(name)} and preset {_shown(preset)} in {head}"
+        remedy = 'Write for example name = "retopk"; `sparsesel list` shows the names.'
     else:
         name, colon, preset = head.partition(":")
         if colon and not preset:
             name = head  # refused below
+        expected = "name, name:preset or a config file, then optional ,field=value"
+        got = _shown(text)
+        remedy = "Write for example retopk:quality,topk=128; `sparsesel list` shows the names."
     if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(preset, str):
-        raise InputError(
-            "selector",
-            expected="name, name:preset or a config file, then optional ,field=value",
-            got=repr(text),
-            remedy="Write for example retopk:quality,topk=128; `sparsesel list` shows the names.",
-        )
+        raise InputError("selector", expected=expected, got=got, remedy=remedy)
     if preset and not _PRESET.fullmatch(preset):
         raise InputError(
             "preset",
@@ -282,7 +320,7 @@ class RunConfig(BaseModel):
     documents: int | None = Field(
         default=None, ge=1, description="Documents, taken from the files in turn; by default one of each."
     )
-    seed: int = Field(default=0, ge=0, description="Seed of torch's generator, set before each measurement.")
+    seed: int = Field(default=0, ge=0, lt=2**64, description="Seed of torch's generator, set before each measurement.")
 
     @field_validator("contexts")
     @classmethod

@@ -290,6 +290,11 @@ def test_a_resolved_config_can_be_given_back_as_a_file(tmp_path_factory, values)
         ("a.yaml", b"- 1\n- 2", "table"),
         ("a.yaml", b"1: 2", "table"),
         ("a.json", b"3", "table"),
+        ("a.toml", b"topk = 1\ntopk = 2", "well-formed"),
+        ("a.json", b'{"topk": 1, "topk": 2}', "'topk' twice"),
+        ("a.json", b'{"x": [{"topk": 1, "topk": 2}]}', "'topk' twice"),
+        ("a.yaml", b"topk: 1\ntopk: 2", "'topk' twice"),
+        ("a.yaml", b"x:\n- {topk: 1, topk: 2}", "'topk' twice"),
         ("a.toml", b"", "empty"),
         ("a.toml", b"\xff\xfe", "UTF-8"),
     ],
@@ -300,6 +305,25 @@ def test_bad_file_is_refused(tmp_path, name, content, problem):
     with pytest.raises(InputError, match=problem) as caught:
         load_file(path)
     assert name in caught.value.got
+
+
+def test_what_yaml_merges_in_may_be_overridden(tmp_path):
+    (tmp_path / "a.yaml").write_text("<<: {topk: 3, window_size: 4}\ntopk: 5\n")
+    assert load_file(tmp_path / "a.yaml") == {"topk": 5, "window_size": 4}
+
+
+def test_a_value_without_end_is_shown_cut_short(tmp_path):
+    levels = [f"  - &a{i} [{', '.join([f'*a{i - 1}'] * 9 if i else 'x' * 9)}]" for i in range(9)]
+    (tmp_path / "bomb.yaml").write_text("name: toy\ntopk:\n" + "\n".join(levels) + "\n")
+    values = load_file(tmp_path / "bomb.yaml")
+    for value in (values["topk"], "9" * 10_000, {"a": values["topk"]}, parse_value("0x" + "f" * 5_000)):
+        assert len(refused(topk=value).got) < 300
+
+
+def test_counts_beyond_any_position_are_refused():
+    assert build(ToyConfig, {"topk": 2**31 - 1}, where="toy").topk == 2**31 - 1
+    for field in ("topk", "cache_size"):
+        assert "at most 2147483647" in refused(**{field: 2**31}).expected
 
 
 def test_missing_file_and_folder_are_refused(tmp_path):
@@ -315,5 +339,5 @@ def test_missing_file_and_folder_are_refused(tmp_path):
 def test_a_file_that_names_no_selector_is_refused(tmp_path, content):
     path = tmp_path / "mine.toml"
     path.write_text(content)
-    with pytest.raises(InputError, match="selector"):
+    with pytest.raises(InputError, match="`name` in the file"):
         parse_spec(str(path))
