@@ -65,9 +65,10 @@ class Registry:
             origin = _origin(entry_point)
             try:
                 plugins = _load(entry_point)
-            except (Exception, SystemExit) as error:  # a third party's import can raise anything
-                message = f"{type(error).__name__}: {error}"
-                self.broken.append(Broken(entry_point.name, *origin, message))
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # a third party's import can raise anything, SystemExit among it
+                self.broken.append(Broken(entry_point.name, *origin, _told(error)))
                 continue
             for plugin in plugins:
                 found.setdefault(plugin.name, []).append(Registered(plugin, *origin, entry_point.name))
@@ -109,6 +110,15 @@ class Registry:
                 got=repr(config),
                 remedy=f"Report it to {self.get(name).distribution}.",
             )
+        # Otherwise its configurations would be taken for another selector's.
+        own = config.model_fields["name"].get_default()
+        if own != name:
+            raise BrokenPluginError(
+                f"selector {name!r}",
+                expected=f"the field `name` of its configuration to have the default {name!r}",
+                got=repr(own),
+                remedy=f"Report it to {self.get(name).distribution}.",
+            )
         return config
 
     def presets(self, name: str) -> dict[str, dict[str, Any]]:
@@ -125,7 +135,7 @@ class Registry:
             folder = importlib.resources.files(package) / "presets"
             files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
             return {f.name.removesuffix(".toml"): tomllib.loads(f.read_text(encoding="utf-8")) for f in files}
-        except (ImportError, OSError, ValueError) as error:
+        except Exception as error:  # a third party's import, in case the package is not imported yet
             raise _broken(self.get(name), f"readable presets/*.toml in {package}", error) from error
 
     def make_config(self, spec: str, overrides: Mapping[str, Any] | None = None) -> SelectorConfig:
@@ -148,7 +158,12 @@ class Registry:
             values.update(presets[parsed.preset])
         values.update(parsed.values)
         values.update(overrides or {})
-        return build(config_class, values, where=parsed.name)
+        try:
+            return build(config_class, values, where=parsed.name)
+        except InputError:
+            raise
+        except Exception as error:  # a third party's own validation
+            raise _broken(self.get(parsed.name), "a configuration class that validates", error) from error
 
     def make_selector(self, spec: "str | SelectorConfig", overrides: Mapping[str, Any] | None = None) -> "Selector":
         """Make a selector from a spec or from a configuration.
@@ -167,7 +182,14 @@ class Registry:
             config = spec
         else:
             config = self.make_config(spec, overrides)
-        return _resolve(self.get(config.name), "factory")(config)
+        registered = self.get(config.name)
+        factory = _resolve(registered, "factory")
+        try:
+            return factory(config)
+        except InputError:
+            raise
+        except Exception as error:
+            raise _broken(registered, f"`factory` {registered.plugin.factory!r} to make a selector", error) from error
 
 
 def _load(entry_point: importlib.metadata.EntryPoint) -> list[SelectorPlugin]:
@@ -200,12 +222,22 @@ def _origin(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:
         return ("unknown", "unknown")
 
 
+def _told(error: BaseException) -> str:
+    """Kind and message of an error, also of one that cannot say what it is."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
 def _resolve(registered: Registered, attribute: str) -> Any:
     target: str = getattr(registered.plugin, attribute)
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:  # a third party's import can raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a third party's import can raise anything, SystemExit among it
         raise _broken(registered, f"`{attribute}` {target!r} to import", error) from error
 
 
@@ -213,7 +245,7 @@ def _broken(registered: Registered, expected: str, error: BaseException) -> Brok
     return BrokenPluginError(
         f"selector {registered.plugin.name!r}",
         expected=expected,
-        got=f"{type(error).__name__}: {error}",
+        got=_told(error),
         remedy=f"It comes from {registered.distribution} {registered.version}; repair or uninstall it.",
     )
 

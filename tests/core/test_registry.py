@@ -139,6 +139,11 @@ def test_unknown_names_are_refused_with_what_is_installed_and_the_nearest(site):
 BROKEN = {
     "raises": ("raise RuntimeError('no GPU here')", "RuntimeError: no GPU here"),
     "exits": ("raise SystemExit('please install x')", "SystemExit: please install x"),
+    "fails_no_exception": ("class Outcome(BaseException): pass\nraise Outcome('skipped')", "Outcome: skipped"),
+    "speechless": (
+        "class Speechless(Exception):\n    def __str__(self): raise self\nraise Speechless",
+        "Speechless",
+    ),
     "syntax": ("def (", "SyntaxError"),
     "missing": ("import a_module_that_does_not_exist", "ModuleNotFoundError"),
     "no_hook": ("x = 1", "implements no `sparsesel_selectors` hook"),
@@ -215,6 +220,14 @@ PARTS_BROKEN = {
     "exits": ("raise SystemExit(1)", "SystemExit"),
     "lacks": ("x = 1", "AttributeError"),
     "no_config": ("class Config: pass\nclass Made: pass", "Config"),
+    "other_name": (PARTS.format(name="full"), "'full'"),
+    "no_name": ("from sparsesel.config import SelectorConfig as Config\nclass Made: pass", "Undefined"),
+    "cannot_validate": (
+        PARTS.format(name="mine") + "    def __init__(self, **_): pass\nConfig.__pydantic_validator__ = None\n",
+        "AttributeError",
+    ),
+    "factory_raises": (PARTS.format(name="mine").replace("self.config = config", "1 / 0"), "ZeroDivisionError"),
+    "factory_is_none": (PARTS.format(name="mine") + "Made = 3\n", "TypeError: 'int' object is not callable"),
 }
 
 
@@ -228,7 +241,7 @@ def test_a_plugin_whose_parts_do_not_import_is_refused_by_name(site, trap):
     assert message in caught.value.got
 
 
-@pytest.mark.parametrize("damage", ["malformed", "not_text", "no_folder", "no_package"])
+@pytest.mark.parametrize("damage", ["malformed", "not_text", "no_folder", "no_package", "a_module"])
 def test_unreadable_presets_are_refused_by_name(site, damage):
     site.plugin("good", name="mine")
     presets = site.folder / "good_package" / "presets"
@@ -240,6 +253,8 @@ def test_unreadable_presets_are_refused_by_name(site, damage):
             (presets / "tight.toml").write_bytes(b"\xff")
         case "no_folder":
             presets.rmdir()
+        case "a_module":
+            site.write("good.py", PLUGIN.format(name="mine", module="good").replace("good_package", "good_parts"))
         case "no_package":
             site.write("good.py", PLUGIN.format(name="mine", module="good").replace("good_package", "gone_package"))
     with pytest.raises(BrokenPluginError, match=r"presets/\*\.toml .* It comes from good 1\.0"):
