@@ -1,6 +1,5 @@
 """`sparsesel eval`: measure selectors on a real model."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,9 +72,7 @@ def perplexity(
         known = values.get("set")
         values["set"] = {**(known if isinstance(known, dict) else {}), **parse_assignments(sets, where="--set")}
     config = build(RunConfig, values, where="eval perplexity")
-    resolved = resolve_selectors(
-        config.selectors, [f"{name}={json.dumps(value)}" for name, value in config.set.items()]
-    )
+    resolved = resolve_selectors(config.selectors, config.set)
 
     from sparsesel.eval.perplexity import MeasurementError
     from sparsesel.eval.progress import TerminalProgress

@@ -1,18 +1,20 @@
 """Selectors as they are named on the command line, and the `--set` that goes with them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sparsesel.config import SelectorConfig, parse_assignments, parse_spec, unknown_name
 from sparsesel.errors import InputError
 from sparsesel.registry import registry
 
 
-def resolve_selectors(specs: Sequence[str], sets: Sequence[str] = ()) -> dict[str, SelectorConfig]:
+def resolve_selectors(specs: Sequence[str], sets: Sequence[str] | Mapping[str, Any] = ()) -> dict[str, SelectorConfig]:
     """Resolve the selectors that a command names.
 
     Args:
         specs: Selectors: `name`, `name:preset` or a config file, each optionally followed by `,field=value`.
-        sets: `field=value` pairs. Each applies to every selector that has the field and wins over the spec.
+        sets: `field=value` pairs, as text or read already. Each applies to every selector that has the field and
+            wins over the spec.
 
     Returns:
         The configuration of each spec, in the order given.
@@ -28,7 +30,7 @@ def resolve_selectors(specs: Sequence[str], sets: Sequence[str] = ()) -> dict[st
             got="none",
             remedy="`sparsesel list` shows those installed.",
         )
-    overrides = parse_assignments(sets, where="--set")
+    overrides = sets if isinstance(sets, Mapping) else parse_assignments(sets, where="--set")
     fields: dict[str, set[str]] = {}
     for spec in (spec.strip() for spec in specs):
         if spec in fields:
