@@ -67,7 +67,7 @@ class ModelSource:
         digest = hashlib.sha256()
         for path in sorted(self.folder.iterdir()):
             if path.is_file() and path.suffix in _IDENTITY_SUFFIXES:
-                digest.update(f"{path.name} {file_sha256(path)}\n".encode())
+                digest.update(os.fsencode(path.name) + f" {file_sha256(path)}\n".encode())
         return f"{self.folder.name}@sha256:{digest.hexdigest()}"
 
     @property
@@ -107,11 +107,11 @@ def resolve(model: str, *, online: bool = False) -> ModelSource:
     """
     if model in OFFLINE_MODELS:
         return _resolve_offline(model, OFFLINE_MODELS[model])
-    folder = Path(model).expanduser() if model.strip() and "\0" not in model else None
-    if folder is not None and (folder.exists() or not _looks_like_hub_id(model)):
-        return _resolve_folder(model, folder)
-    if not _looks_like_hub_id(model):
+    if not model.strip() or "\0" in model:
         raise _not_found(model, "nothing of that name")
+    folder = Path(os.path.expanduser(model))
+    if os.path.exists(folder) or not _looks_like_hub_id(model):
+        return _resolve_folder(model, folder)
     return _resolve_hub(model, online=online)
 
 
@@ -165,24 +165,38 @@ def default_device() -> str:
 
 
 def cache_folder() -> Path:
-    """Where sparsesel keeps what it can make again: `$XDG_CACHE_HOME/sparsesel`, usually `~/.cache/sparsesel`."""
+    """Where sparsesel keeps what it can make again: `$XDG_CACHE_HOME/sparsesel`, usually `~/.cache/sparsesel`.
+
+    Raises:
+        InputError: There is neither.
+    """
     root = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "sparsesel"
+    if not os.path.isabs(root):
+        root = os.path.expanduser("~/.cache")
+    if not os.path.isabs(root):
+        raise InputError(
+            "XDG_CACHE_HOME",
+            expected="an absolute path, or a user with a home folder",
+            got=repr(os.environ.get("XDG_CACHE_HOME", "")),
+            remedy="Set XDG_CACHE_HOME to a folder that can be written.",
+        )
+    return Path(root) / "sparsesel"
 
 
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file, remembered in the cache folder for as long as its size and time stay the same."""
     path = path.resolve()
     stat = path.stat()
-    key = hashlib.sha256(f"{path}\n{stat.st_size}\n{stat.st_mtime_ns}".encode()).hexdigest()
-    known = cache_folder() / "hashes" / key
-    with contextlib.suppress(OSError):
-        digest = known.read_text(encoding="ascii")
+    key = hashlib.sha256(os.fsencode(path) + f"\n{stat.st_size}\n{stat.st_mtime_ns}".encode()).hexdigest()
+    # Without a cache folder it is computed again each time.
+    with contextlib.suppress(OSError, InputError):
+        digest = (cache_folder() / "hashes" / key).read_text(encoding="ascii")
         if re.fullmatch(r"[0-9a-f]{64}", digest):
             return digest
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    with contextlib.suppress(OSError):  # without a cache folder it is computed again next time
+    with contextlib.suppress(OSError, InputError):
+        known = cache_folder() / "hashes" / key
         known.parent.mkdir(parents=True, exist_ok=True)
         part = known.with_name(f"{key}.{os.getpid()}")
         part.write_text(digest, encoding="ascii")
@@ -257,11 +271,12 @@ def _resolve_offline(name: str, known: OfflineModel) -> ModelSource:
 def _resolve_folder(model: str, folder: Path) -> ModelSource:
     folder = Path(os.path.abspath(folder))
     problem = ""
-    if not folder.exists():
+    # os.path says no where pathlib raises: a name too long, a folder that may not be read.
+    if not os.path.exists(folder):
         problem = "no such folder"
-    elif not folder.is_dir():
+    elif not os.path.isdir(folder):
         problem = "a file"
-    elif not (folder / "config.json").is_file():
+    elif not os.path.isfile(folder / "config.json"):
         problem = "a folder without config.json"
     elif not _has_weights(folder):
         problem = f"a folder without weights ({' or '.join(_WEIGHTS)})"
@@ -280,7 +295,10 @@ def _resolve_hub(model: str, *, online: bool) -> ModelSource:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise _not_found(model, reason, "Check the id and the network, or name a local model.") from error
     else:
-        found = try_to_load_from_cache(model, "config.json")
+        try:
+            found = try_to_load_from_cache(model, "config.json")
+        except ValueError as error:
+            raise _not_found(model, f"no Hub id: {error}") from error
         if not isinstance(found, str) or not _has_weights(Path(found).parent):
             error = _not_found(model, "neither a local folder nor in the Hub's local cache")
             error.remedy += " Or add --online to download it."

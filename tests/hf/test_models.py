@@ -97,6 +97,18 @@ def test_hashes_are_remembered_until_the_file_changes(tmp_path, monkeypatch):
     assert file_sha256(path) == file_sha256(path)
 
 
+def test_without_a_home_folder_nothing_is_cached_and_the_offline_model_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as it does when there is none
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_bytes(b"one")
+    assert file_sha256(tmp_path / "file") == file_sha256(tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(InputError) as error:
+        models.cache_folder()
+    assert error.value.field == "XDG_CACHE_HOME"
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
@@ -108,6 +120,11 @@ def test_hashes_are_remembered_until_the_file_changes(tmp_path, monkeypatch):
         ("a/b/c", "no such folder"),
         ("..", "without config.json"),
         ("nul\0byte", "nothing of that name"),
+        ("~no such user/x", "no such folder"),
+        ("x" * 5000, "no such folder"),
+        ("x/" * 5000, "no such folder"),
+        ("org/" + "x" * 5000, "no Hub id"),
+        ("org/name.", "no Hub id"),
         ("org/na--me", "no such folder"),
         ("org/name", "nor in the Hub's local cache"),
     ],
