@@ -7,6 +7,7 @@ all tokens would never call the selector.
 
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ class MeasurementError(RuntimeError):
     """What was run did not measure what it claims to, so it is not reported."""
 
 
+_LARGEST_NLL = math.log(sys.float_info.max)  # per token; a perplexity beyond is no number
 _COUNTS = frozenset({"steps", "selected", "visible", "candidates"})  # counters that are no path of a step
 
 
@@ -61,7 +63,7 @@ class Prefilled:
             The metrics, by the names of `results.jsonl`; None where one does not apply.
 
         Raises:
-            MeasurementError: The selector did not act in every step, layer and head, or the likelihood is not finite.
+            MeasurementError: The selector did not act in every step, layer and head, or the perplexity is not finite.
         """
         model, tokens, suffix = self._model, self._tokens, self._suffix
         first = len(tokens) - suffix - 1
@@ -91,9 +93,9 @@ class Prefilled:
                 f"({suffix} steps, {layers} layers, {heads} heads): this would not measure it, so nothing is reported"
             )
         nll = float(total)
-        if not math.isfinite(nll):
+        if not nll / suffix < _LARGEST_NLL:  # nor is NaN
             raise MeasurementError(
-                f"selector {self._watchers.selectors[index].config}: the likelihood of the text is not finite"
+                f"selector {self._watchers.selectors[index].config}: the text has no finite perplexity"
             )
         return metrics(nll, suffix, times, stats)
 

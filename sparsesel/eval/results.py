@@ -13,7 +13,15 @@ from sparsesel.errors import InputError
 
 RESULTS = "results.jsonl"
 TORN = "results.jsonl.torn"
-_KEYS = frozenset({"task", "selector", "context", "document", "metrics", "config", "provenance"})
+_KINDS = {
+    "task": str,
+    "selector": str,
+    "context": int,
+    "document": int,
+    "metrics": dict,
+    "config": dict,
+    "provenance": dict,
+}
 
 
 class Point(NamedTuple):
@@ -72,7 +80,8 @@ class ResultStore:
         Raises:
             InputError: It could not be written. What was there stays.
         """
-        data = (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        # ASCII: the name of a text file may be no valid Unicode.
+        data = (json.dumps(line, allow_nan=False) + "\n").encode()
         with self._refusing():
             while data:
                 data = data[os.write(self._file, data) :]
@@ -108,11 +117,14 @@ class ResultStore:
         seen: set[Point] = set()
         offset = 0
         for number, raw in enumerate(data.splitlines(keepends=True), start=1):
-            line = _parse(raw)
             last = offset + len(raw) == len(data)
-            if line is None and last:
-                self._set_aside(data[offset:], offset)
-                break
+            try:
+                line = _parse(raw)
+            except (ValueError, RecursionError):
+                if last:
+                    self._set_aside(data[offset:], offset)
+                    break
+                line = None
             if line is None or point_of(line) in seen:
                 raise InputError(
                     "out",
@@ -152,17 +164,25 @@ class ResultStore:
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
     """The complete lines of a folder's results, without touching them."""
-    parsed = map(_parse, (folder / RESULTS).read_bytes().splitlines(keepends=True))
-    return [line for line in parsed if line is not None]
+    lines: list[dict[str, Any]] = []
+    for raw in (folder / RESULTS).read_bytes().splitlines(keepends=True):
+        with contextlib.suppress(ValueError, RecursionError):
+            line = _parse(raw)
+            if line is not None:
+                lines.append(line)
+    return lines
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:
-    """A line's content, None if it is no complete result."""
-    try:
-        line = json.loads(raw)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) and line.keys() >= _KEYS else None
+    """A line's content, None if it is something else than a result.
+
+    Raises:
+        ValueError: It is no JSON, as a line of which only the beginning was written.
+        RecursionError: Likewise.
+    """
+    line = json.loads(raw)
+    right = isinstance(line, dict) and all(type(line.get(key)) is kind for key, kind in _KINDS.items())
+    return line if right else None
 
 
 def check_same(

@@ -88,12 +88,19 @@ class Run:
         self.store = ResultStore(out)
         try:
             check_same(self.store.lines, self._expected, out)
-            self._pending = self._group(set(self.points) - {point_of(line) for line in self.store.lines})
-            # The tokenizer is needed to know whether the texts are long enough.
-            self._windows = self._cut() if self._pending else []
+            known = {point_of(line) for line in self.store.lines}
+            # Cut first: only texts that are long enough bound the number of points. That takes the tokenizer, which
+            # a run without anything to measure does not need.
+            complete = self._total <= len(known) and known.issuperset(self.points)
+            self._windows = [] if complete else self._cut()
+            self._pending = {} if complete else self._group(set(self.points) - known)
         except BaseException:
             self.store.close()
             raise
+
+    @property
+    def _total(self) -> int:
+        return self._documents * len(self.config.contexts) * len(self._selectors)
 
     @property
     def points(self) -> list[Point]:
@@ -125,7 +132,7 @@ class Run:
 
         from sparsesel.eval.perplexity import Prefilled
 
-        self.store.write_beside("config.json", self.config.model_dump_json(indent=2) + "\n")
+        self.store.write_beside("config.json", json.dumps(self.config.model_dump(mode="json"), indent=2) + "\n")
         total = len(self.points)
         if self.done:
             progress.say(f"{self.done} of {total} points are there already.")

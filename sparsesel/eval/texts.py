@@ -93,7 +93,7 @@ def cut_windows(texts: Sequence[Text], tokenizer: Any, *, size: int, documents: 
     tokens: list[list[int]] = []
     available = documents
     for index, text in enumerate(texts):
-        windows = len(range(index, documents, len(texts)))
+        windows = -(-(documents - index) // len(texts))
         tokens.append(first_tokens(text.content, tokenizer, windows * size))
         whole = len(tokens[-1]) // size
         if whole < windows:

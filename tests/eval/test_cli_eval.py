@@ -65,6 +65,19 @@ def test_options_win_over_the_file(command, tmp_path):
     assert written["set"] == {"topk": 8}
 
 
+@pytest.mark.parametrize("value", ["2020-01-01", "nan", "'5#'", "[1]", "{a = 1}", "10000000000"])
+def test_what_a_file_sets_is_taken_as_it_stands_there(command, tmp_path, value):
+    config = tmp_path / "run.toml"
+    config.write_text(f"selectors = ['retopk']\n[set]\ntopk = {value}\n", encoding="utf-8")
+    result = invoke(["eval", "perplexity", "--config", str(config), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2, result.output
+    assert "error in retopk.topk" in result.stderr
+    config.write_text(f"selectors = ['retopk']\n[set]\n'topk=3' = {value}\n", encoding="utf-8")
+    result = invoke(["eval", "perplexity", "--config", str(config), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2, result.output
+    assert "error in --set" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
@@ -76,6 +89,7 @@ def test_options_win_over_the_file(command, tmp_path):
         ({"suffix": 62}, "suffix"),
         ({"suffix": 0}, "suffix"),
         ({"documents": 10_000}, "documents"),
+        ({"documents": 10**30}, "documents"),
         ({"skip_chars": 10_000_000}, "skip_chars"),
         ({"skip_chars": -1}, "skip_chars"),
         ({"text": "/no/such/file.txt"}, "text"),

@@ -93,10 +93,11 @@ def test_a_selector_that_never_acted_is_refused(model, tokens):
         prefilled.decode(0)
 
 
-def test_a_likelihood_that_is_not_finite_is_refused(model_folder, tokens):
+@pytest.mark.parametrize("factor", [math.nan, math.inf, 1e6])  # 1e6: finite, but no float holds the perplexity
+def test_a_likelihood_that_is_not_finite_is_refused(model_folder, tokens, factor):
     model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
-    torch.nn.init.constant_(model.lm_head.weight, math.nan)
-    with pytest.raises(MeasurementError, match="not finite"):
+    model.lm_head.weight.data *= factor
+    with pytest.raises(MeasurementError, match="no finite perplexity"):
         Prefilled(model, tokens, SUFFIX, [make_selector("full")]).decode(0)
 
 

@@ -18,7 +18,7 @@ def line(document, **provenance):
         "selector": "retopk:quality,topk=12",
         "context": 64,
         "document": document,
-        "metrics": {"nll": 1.5, "candidates": None, "note": "µ\u2028 \r"},
+        "metrics": {"nll": 1.5, "candidates": None, "note": "µ\u2028 \r\udcff"},
         "config": {"topk": 12},
         "provenance": provenance,
     }
@@ -77,6 +77,28 @@ def test_a_broken_line_in_the_middle_is_refused(tmp_path, bad):
     with pytest.raises(InputError, match="line 1"):
         ResultStore(tmp_path)
     assert (tmp_path / RESULTS).read_bytes() == bad + good
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"selector": ["x"]}, {"document": "0"}, {"document": None}, {"context": True}, {"metrics": []}, {"config": None}],
+)
+def test_what_is_no_result_is_refused_and_left_alone(tmp_path, change):
+    # Complete, so no crash has torn it: it is someone else's, even as the last line.
+    foreign = json.dumps({**line(0), **change}).encode() + b"\n"
+    (tmp_path / RESULTS).write_bytes(foreign)
+    with pytest.raises(InputError, match=r"line 1 .* no result"):
+        ResultStore(tmp_path)
+    assert (tmp_path / RESULTS).read_bytes() == foreign
+    assert not (tmp_path / TORN).exists()
+    assert read_results(tmp_path) == []
+
+
+def test_nesting_without_end_is_no_result(tmp_path):
+    (tmp_path / RESULTS).write_bytes(b"[" * 100_000 + b"\n" + json.dumps(line(0)).encode() + b"\n")
+    with pytest.raises(InputError, match=r"line 1 .* no result"):
+        ResultStore(tmp_path)
+    assert read_results(tmp_path) == [line(0)]
 
 
 def test_one_point_twice_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """A run resumes where it stopped, repeats nothing, and mixes with nothing else."""
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -167,6 +168,17 @@ def test_bos_is_counted_and_only_where_it_is(run, other_model_folder, tmp_path):
     assert [line["provenance"]["bos_count"] for line in read_results(tmp_path)] == [1, 0]
 
 
+def test_a_text_may_have_any_name_that_a_file_can_have(run, text_file, tmp_path):
+    path = tmp_path / os.fsdecode(b"t\xff [red].txt")
+    path.write_bytes(text_file.read_bytes())
+    out = tmp_path / "out"
+    with run(out, texts=[str(path)], selectors=("full",), contexts=(48,), documents=1, set={}) as first:
+        first.measure(Quiet())
+    (line,) = read_results(out)
+    assert line["provenance"]["parameters"]["text"] == str(path)
+    assert load_file(out / "config.json")["texts"] == [str(path)]
+
+
 def test_a_context_beyond_the_model_is_refused(run, tmp_path):
     with pytest.raises(InputError, match="at most 256 tokens") as error:
         run(tmp_path / "out", contexts=(48, 257))
@@ -177,9 +189,10 @@ def test_a_context_beyond_the_model_is_refused(run, tmp_path):
 
 def test_too_short_a_text_is_refused_before_the_model_loads(run, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "load_model", lambda *_, **__: pytest.fail("loaded the model"))
-    with pytest.raises(InputError, match=r"at most \d+ of 96 tokens") as error:
-        run(tmp_path, documents=1000)
-    assert error.value.field == "documents"
+    for documents in (1000, 10**12, 10**30):  # more than could ever be listed
+        with pytest.raises(InputError, match=r"at most \d+ of 96 tokens") as error:
+            run(tmp_path, documents=documents)
+        assert error.value.field == "documents"
     run(tmp_path, documents=2).close()  # the folder was let go
 
 
@@ -192,6 +205,7 @@ def test_too_short_a_text_is_refused_before_the_model_loads(run, tmp_path, monke
         ({"suffix": 46}, "at most 45"),
         ({"suffix": 0}, "suffix"),
         ({"suffix": True}, "suffix"),
+        ({"seed": 2**64}, "seed"),
         ({"skip_chars": -1}, "skip_chars"),
         ({"documents": 0}, "documents"),
         ({"texts": ["a", "b"], "documents": 1}, "at least 2"),
