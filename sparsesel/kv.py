@@ -142,10 +142,11 @@ class KVView:
         return self.keys.dtype
 
     def drop_last(self, count: int) -> "KVView":
-        """The same sequences without their last `count` tokens."""
+        """The same sequences without their last `count` tokens, or without any where there are fewer."""
         if count == 0:
             return self
-        return dataclasses.replace(self, lengths=self.lengths - count, max_length=self.max_length - count)
+        lengths = (self.lengths - count).clamp_min(0)
+        return dataclasses.replace(self, lengths=lengths, max_length=self.max_length - count)
 
     def visible(self) -> Bool[Tensor, "B L"]:
         """True at the positions that exist, L = `max_length`."""

@@ -70,7 +70,7 @@ class ReTopKState(SelectorState):
         """Forget every sequence."""
         self.stamps.fill_(_EMPTY)
         self.unbuilt.zero_()
-        self.prefill_end.zero_()
+        self.prefill_end = torch.zeros_like(self.prefill_end)
         self.has_unbuilt = False
 
     def crop(self, lengths: Int[Tensor, " B"]) -> None:
@@ -121,7 +121,8 @@ class ReTopKState(SelectorState):
         self.queries[rows, :, slots] = query.to(self.queries.dtype)
         self.inverse_norms[rows, :, slots] = inverse_norms
         self.supports[rows, :, slots] = F.pad(support, (0, self.supports.shape[3] - support.shape[2]), value=-1)
-        self.stamps[rows, slots] = positions
+        # A sequence without a token yet is at position -1, which must not be found later.
+        self.stamps[rows, slots] = torch.where(positions < 0, _EMPTY, positions)
         self.unbuilt[rows, slots] = False
 
     def widen(self, topk: int) -> None:
@@ -134,5 +135,5 @@ class ReTopKState(SelectorState):
 
 def inverse_norm(queries: Float[Tensor, "*shape D"]) -> Float[Tensor, "*shape"]:
     """1/‖q‖ in float32; 0 where the norm is zero or not finite, which makes every similarity 0."""
-    norms = torch.linalg.vector_norm(queries, dim=-1, dtype=torch.float32)
+    norms = torch.linalg.vector_norm(queries.float(), dim=-1)
     return torch.where(norms.isfinite() & (norms > 0), norms.reciprocal(), 0.0)

@@ -361,6 +361,21 @@ class SelectorConformance:
             for at, (one, other) in enumerate(zip(steps, whole, strict=True)):
                 _require_equal(one, other, f"chunks {chunks}, step {at}")
 
+    def test_sequences_may_begin_late(self, subject: Subject) -> None:
+        """A batch that comes in token by token equals its sequences alone, also those that begin after others."""
+        lengths = [24, 21, 9]
+        stream = random_stream(51, lengths=lengths)
+        replay = subject.replay(stream)
+        for _ in range(16):  # 15 without a token of the last sequence
+            replay.attend()
+        together = replay.steps(8)
+        for row, length in enumerate(lengths):
+            alone = subject.replay(stream.alone(row))
+            for _ in range(length - 8):
+                alone.attend()
+            for at, (one, other) in enumerate(zip(together, alone.steps(8), strict=True)):
+                _require_equal(_only(one, row), other, f"row {row}, step {at}")
+
     # 6. Rows move
 
     def test_reorder_moves_rows(self, subject: Subject) -> None:

@@ -125,6 +125,7 @@ def test_a_sequence_that_has_not_begun_has_no_token_and_reads_no_stray_memory():
     stream = random_stream(6, batch=2, length=5)
     view = KVView.dense(stream.key, stream.value, starts=torch.tensor([0, 5]))
     assert view.lengths.tolist() == [5, 0]
+    assert view.drop_last(2).lengths.tolist() == [3, 0]
     assert view.logical_keys().isfinite().all()
     assert not view.visible()[1].any()
 

@@ -490,6 +490,21 @@ class TestState:
         assert (replay.state.stamps[1] < 0).all()
         assert replay.state.prefill_end.tolist() == [25, 0]
 
+    def test_steps_before_a_sequence_begins_enter_nothing(self):
+        """The other sequences' steps leave a later one cold, though its rows hold padding's queries."""
+        stream = random_stream(20, lengths=[40, 10])
+        for part in (stream.query, stream.key, stream.value):
+            part[1, :, :30] = part[0, :, :30]  # padding is no NaN in a model
+        replay = replay_of(stream, similarity_threshold=-1.0)
+        for _ in range(30):
+            replay.attend()
+        _, found = replay.state.recent(torch.tensor([30, 0]), 8)
+        assert found.all(1).tolist() == [True, False]
+        assert not found[1].any()
+        before = counted(replay, "cold")
+        replay.step()
+        assert counted(replay, "cold") == before + 4
+
     def test_supports_widen_with_a_relative_budget(self):
         stream = random_stream(21, length=100)
         replay = replay_of(stream, topk="80%", similarity_threshold=-1.0).prefill(60)
