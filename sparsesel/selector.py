@@ -170,8 +170,10 @@ class SelectorState:
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        for name, value in self.tensors().items():
-            setattr(self, name, change(value))
+        # Not inference tensors even under inference_mode, so that later steps may write outside of it.
+        with torch.inference_mode(mode=False):
+            for name, value in self.tensors().items():
+                setattr(self, name, change(value))
 
 
 @dataclass(frozen=True)

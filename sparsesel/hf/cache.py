@@ -111,7 +111,7 @@ class SelectorLayer(DynamicLayer):
         self._buffers = self.state = self.selector = self.starts = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens."""
+        """Remove the last `-tokens_to_remove` tokens; without any left the layer is as new."""
         length = self.get_seq_length()
         if tokens_to_remove > 0:
             if not compat.POSITIVE_CROP_KEEPS:
@@ -125,10 +125,16 @@ class SelectorLayer(DynamicLayer):
         kept = max(0, length + tokens_to_remove)
         if kept == length or self.keys is None or self.values is None:
             return
+        if kept == 0:
+            self.reset()
+            return
         self.keys, self.values = self.keys[:, :, :kept], self.values[:, :, :kept]
+        if self.starts is not None:
+            self.starts = self.starts.clamp_max(kept)  # of which nothing is left may start anywhere from here on
         if self.state is not None:
-            lengths = torch.full((self.keys.shape[0],), kept, dtype=torch.int64, device=self.keys.device)
-            self.state.crop(lengths if self.starts is None else (lengths - self.starts).clamp_min(0))
+            device = self.keys.device if self.starts is None else self.starts.device
+            lengths = torch.full((self.keys.shape[0],), kept, dtype=torch.int64, device=device)
+            self.state.crop(lengths if self.starts is None else lengths - self.starts)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was."""
@@ -180,10 +186,11 @@ class SelectorLayer(DynamicLayer):
             return
         if self._buffers is None or not self._is_view():
             self._buffers = (self.keys, self.values)
-        self._buffers = (change(self._buffers[0]), change(self._buffers[1]))
+        with torch.inference_mode(mode=False):  # as in `_reserve`
+            self._buffers = (change(self._buffers[0]), change(self._buffers[1]))
+            if self.starts is not None:
+                self.starts = change(self.starts)
         self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
-        if self.starts is not None:
-            self.starts = change(self.starts)
 
 
 def selector_layer(cache: Cache, layer_idx: int) -> SelectorLayer:

@@ -3,7 +3,7 @@
 How it works. One attention function is registered with transformers under a fixed name, with the masks of sdpa.
 `sparsify` makes it the model's attention implementation and gives each attention module a forward pre-hook; the
 attention function is not handed the cache, so the hook adds the cache layer to the module's keyword arguments,
-which every module passes on. A forward of one token is a decode step of the selector; a forward of several is
+which every module passes on. A forward of one token on a filled cache is a decode step of the selector; any other is
 prefill: dense, through the model's own implementation, then shown to the selector.
 """
 
@@ -63,7 +63,7 @@ def sparsify(
     """Let `selector` choose, at every decode step of `model`, the keys that each head attends to.
 
     Use it as a context manager, or call `close` on what it returns. Any generation mode works within. The model is
-    for inference: gradients do not flow through its cache.
+    for inference: its cache is written in place, so PyTorch refuses a backward pass through decode steps.
 
     Args:
         model: A causal language model, loaded with `attn_implementation` "sdpa" (the default) or "eager".
@@ -180,15 +180,20 @@ class Session:
             if known is not None and bool((known > 0).any()):
                 raise _padding_changed()
             return None
-        if self._padding is not None and self._padding[0]() is mask:
-            return self._padding[1]
+        padding = self._padding  # read once: another thread may replace it
+        if padding is not None and padding[0]() is mask:
+            return padding[1]
         if known is not None and new == 1:
-            _check_padding(mask, known)
-            starts = known
+            known = known.to(mask.device)  # an offloaded cache took it along
+            # A sequence of which nothing was visible yet starts here, or later.
+            starts = known + ((known >= past) & ~mask[:, 0, -1, -1])
+            _check_padding(mask, starts)
         else:
             starts = _read_starts(mask)
             if cache_layer.state is not None:
-                before = torch.zeros_like(mask[:, 0, 0, 0], dtype=torch.int64) if known is None else known
+                before = (
+                    torch.zeros_like(mask[:, 0, 0, 0], dtype=torch.int64) if known is None else known.to(mask.device)
+                )
                 now = torch.zeros_like(before) if starts is None else starts
                 # A sequence of which nothing was visible yet may start anywhere from here on.
                 if bool(((now != before) & (before < past)).any()):
@@ -217,6 +222,13 @@ class Session:
                     got=f"{name}={kwargs[name]!r}",
                     remedy="This model cannot be sparsified.",
                 )
+        if torch.is_autocast_enabled(query.device.type):
+            raise InputError(
+                "autocast",
+                expected="a model that runs in the type it was loaded in, since scores must be float32",
+                got=f"torch.autocast on {query.device.type}",
+                remedy="Load the model with dtype=torch.bfloat16 instead.",
+            )
         batch, num_heads, new, head_dim = query.shape
         past = key.shape[2] - new
         cache_layer.starts = self._starts(mask, cache_layer, past, new)
@@ -251,11 +263,9 @@ class Session:
 
     def _decode_steps(self, new: int, past: int, new_steps: int) -> int:
         """How many of `new` tokens are decode steps; the others come first and are prefill."""
-        if new == 1:
-            return 1
-        if self.multi_token == "dense":
-            return 0
-        return min(new_steps, new - 1) if past == 0 else new
+        if past == 0:  # a prompt, be it of one token
+            return min(new_steps, new - 1)
+        return new if new == 1 or self.multi_token == "select" else 0
 
 
 class _Hook:
@@ -358,7 +368,7 @@ def _read_starts(mask: Tensor) -> Tensor | None:
 def _check_padding(mask: Tensor, starts: Tensor) -> None:
     """Raise unless the mask shows each sequence from its start on; on a GPU without waiting for the answer."""
     columns = torch.arange(mask.shape[-1], device=mask.device)
-    same = (mask[:, 0, -1] == (columns >= starts.to(mask.device)[:, None])).all()
+    same = (mask[:, 0, -1] == (columns >= starts[:, None])).all()
     if mask.device.type != "cpu":
         torch._assert_async(same, "attention_mask: not the left padding that this cache was filled with")  # pyright: ignore[reportPrivateImportUsage]
     elif not bool(same):

@@ -167,3 +167,27 @@ def test_crop_then_replay_is_as_if_never_generated(tiny, prompt):
         detour.crop(-4)
         for token in range(10, 30):
             assert torch.equal(step(straight, token), step(detour, token))
+
+
+def test_a_cache_that_moved_its_rows_may_leave_inference_mode(tiny, prompt):
+    model = tiny()
+    beams = {"num_beams": 3, "do_sample": False, "max_new_tokens": 5}
+    with sparsify(model, "retopk,topk=6,window_size=3,cache_size=8"):
+        cache = DynamicCache()
+        with torch.inference_mode():
+            model.generate(prompt, **beams, **{compat.CACHE_ARGUMENT: cache})
+            caches = [cache, fork(cache)]
+        with torch.no_grad():
+            one, two = (model(torch.ones(3, 1, dtype=torch.long), **{compat.CACHE_ARGUMENT: c}).logits for c in caches)
+    assert torch.equal(one, two)
+
+
+def test_a_cache_cropped_to_nothing_is_as_new(tiny, prompt, padded):
+    model = tiny()
+    with sparsify(model, "retopk,topk=6,window_size=3,cache_size=8,refresh_interval=5"), torch.no_grad():
+        used = compat.cache_of(model(**padded, use_cache=True))
+        used.crop(-30)
+        fresh = DynamicCache()
+        for ids in (prompt.repeat(2, 1), torch.tensor([[1], [2]]), torch.tensor([[3], [4]])):  # another batch, unpadded
+            one, two = (model(ids, use_cache=True, **{compat.CACHE_ARGUMENT: c}).logits for c in (used, fresh))
+            assert torch.equal(one, two)

@@ -112,6 +112,46 @@ def test_assisted_decoding_equals_greedy_when_every_token_selects(tiny, prompt, 
     assert assisted_steps > greedy_steps  # rejected drafts were steps too, so crop was exercised
 
 
+def test_a_prompt_of_one_token_is_a_prompt(tiny, prompt):
+    """Not a decode step, whoever brings it: alone, in a padded batch, or together with a draft."""
+    model = tiny()
+    draft = tiny()
+    for parameter in draft.parameters():
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(4))
+    short = prompt[:, -1:]
+    batch = torch.cat([prompt, torch.nn.functional.pad(short, (39, 0))])
+    mask = torch.ones_like(batch)
+    mask[1, :39] = 0
+    spec = "retopk,topk=6,window_size=3,cache_size=8,refresh_interval=5,similarity_threshold=0.5"
+    with sparsify(model, spec, multi_token="select") as session:
+        alone = generate(model, short, do_sample=False, max_new_tokens=40)
+        assert session.stats().total["steps"] == 39 * 4 * 3
+        together = generate(model, batch, attention_mask=mask, do_sample=False, max_new_tokens=40)
+        assisted = generate(model, short, do_sample=False, max_new_tokens=40, assistant_model=draft)
+    assert torch.equal(together[1, -40:], alone[0, -40:])
+    assert torch.equal(assisted, alone)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 13])
+@pytest.mark.parametrize("multi_token", ["dense", "select"])
+def test_sequences_may_begin_in_any_chunk(tiny, padded, chunk, multi_token):
+    model = tiny()
+    ids, mask = padded["input_ids"], padded["attention_mask"]
+    expected = generate(model, ids, attention_mask=mask, do_sample=False)
+    for spec in ("full", "exact_topk,topk=4096", "retopk,topk=4096"):
+        with sparsify(model, spec, multi_token=multi_token):
+            got = generate(model, ids, attention_mask=mask, do_sample=False, prefill_chunk_size=chunk)
+        assert torch.equal(got, expected)
+
+
+def test_a_float64_model_is_served(tiny, prompt):
+    model = tiny().double()
+    expected = generate(model, prompt, do_sample=False)
+    for spec in ("full", "exact_topk,topk=4096", "retopk,topk=4096"):
+        with sparsify(model, spec):
+            assert torch.equal(generate(model, prompt, do_sample=False), expected)
+
+
 def test_nothing_leaks_from_one_prompt_to_the_next(tiny, prompt):
     model = tiny()
     other = prompt.flip(1)

@@ -198,3 +198,9 @@ def test_training_is_refused(tiny, prompt):
     model = tiny().train()
     with sparsify(model, "full"), pytest.raises(InputError, match="eval"):
         model(prompt)
+
+
+def test_autocast_is_refused(tiny, prompt):
+    model = tiny()
+    with sparsify(model, "full"), torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match="autocast"):
+        model(prompt)
