@@ -1,12 +1,18 @@
-"""For every test: no network, memory poisoned before it is written, shapes checked as annotated."""
+"""For every test: no network, no cache of the user's, memory poisoned before it is written, shapes checked."""
 
 import functools
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# The demonstration model's copy lies with what pytest keeps between runs, one for each environment.
+# Set here, before huggingface_hub reads it.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / Path(sys.prefix).name)
+os.environ["HF_HUB_CACHE"] = os.path.join(os.environ["XDG_CACHE_HOME"], "hub")
 
 import pytest
 import torch

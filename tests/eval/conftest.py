@@ -49,7 +49,7 @@ def save_model(folder: Path, *, seed: int = 0, bos: bool = False) -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache(request, tmp_path_factory, monkeypatch):
-    """Keep what tests cache out of the user's folder, where the demonstration model's copy belongs."""
+    """Keep what tests of other models cache out of the folder that stays between runs."""
     if request.node.get_closest_marker("model") is None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 

@@ -20,7 +20,7 @@ from sparsesel.hf.models import file_sha256, load_model, load_tokenizer, quiet, 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory, monkeypatch):
-    """Keep what these tests cache out of the user's folder."""
+    """Keep what these tests cache out of the folder that stays between runs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
