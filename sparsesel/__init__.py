@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from sparsesel.kv import KVView as KVView
     from sparsesel.registry import make_config as make_config
     from sparsesel.registry import make_selector as make_selector
-    from sparsesel.registry import registry as registry
     from sparsesel.selector import LayerSpec as LayerSpec
     from sparsesel.selector import Selector as Selector
     from sparsesel.selector import SelectorState as SelectorState
@@ -30,7 +29,6 @@ _HOME = {
     "SelectorConfig": "sparsesel.config",
     "SelectorPlugin": "sparsesel.hookspecs",
     "hookimpl": "sparsesel.hookspecs",
-    "registry": "sparsesel.registry",
     "make_config": "sparsesel.registry",
     "make_selector": "sparsesel.registry",
     "KVView": "sparsesel.kv",
