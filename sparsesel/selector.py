@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparsesel.config import SelectorConfig
 from sparsesel.kv import KVView
+from sparsesel.rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class LayerSpec:
         device: Where they lie.
         batch_size: B.
         max_length: Longest sequence that will be seen, if known.
+        rotary: How queries and keys were rotated by their positions, None where that is not known.
     """
 
     layer_idx: int
@@ -40,6 +42,7 @@ class LayerSpec:
     device: torch.device
     batch_size: int = 1
     max_length: int | None = None
+    rotary: Rotary | None = None
 
     @property
     def group_size(self) -> int:

@@ -22,6 +22,7 @@ from sparsesel.errors import InputError, UnsupportedModelError
 from sparsesel.hf import compat
 from sparsesel.hf.cache import SelectorLayer, selector_layer
 from sparsesel.hf.layers import AttentionLayer, attention_layers
+from sparsesel.hf.rotary import rotary_of
 from sparsesel.hf.stats import Stats
 from sparsesel.kv import KVView
 from sparsesel.registry import make_selector
@@ -126,6 +127,7 @@ class Session:
         self.multi_token: MultiToken = multi_token
         self.selectors = _per_layer(selector, full, overrides)
         self._implementation = str(text_config._attn_implementation)
+        self._rotary = {layer.layer_idx: rotary_of(model, layer) for layer in layers if layer.is_full}
         self._counters = {layer_idx: Counters() for layer_idx in self.selectors}
         self._padding: tuple[weakref.ref[Tensor], Tensor | None] | None = None
         try:
@@ -220,7 +222,16 @@ class Session:
         batch, num_heads, new, head_dim = query.shape
         past = key.shape[2] - new
         cache_layer.starts = self._starts(mask, cache_layer, past, new)
-        spec = LayerSpec(call.layer_idx, num_heads, key.shape[1], head_dim, query.dtype, query.device, batch_size=batch)
+        spec = LayerSpec(
+            layer_idx=call.layer_idx,
+            num_attention_heads=num_heads,
+            num_key_value_heads=key.shape[1],
+            head_dim=head_dim,
+            dtype=query.dtype,
+            device=query.device,
+            batch_size=batch,
+            rotary=self._rotary[call.layer_idx],
+        )
         state = cache_layer.bind(selector, spec, self._counters[call.layer_idx])
         scale = kwargs.get("scaling")
         scale = float(scale) if scale is not None else head_dim**-0.5
