@@ -1,0 +1,1 @@
+"""Selectors measured against each other on the same work."""

@@ -7,13 +7,13 @@ heads that share a key-value head, for dense attention), so bandwidth bounds it 
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-from sparsesel.config import SelectorConfig
+from sparsesel.config import AnyConfig, LayeredConfig, SelectorConfig, spread_layers
 from sparsesel.registry import registry
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class CostRow:
         state_bytes: Bytes kept beside the KV cache.
         milliseconds: `bytes_read` at the bandwidth.
         speedup_full: Bytes that `full` reads over these.
-        speedup_exact: Bytes that `exact_topk` reads at the same budget over these.
+        speedup_exact: Bytes that `exact_topk` reads, at the same budget in each layer, over these.
     """
 
     selector: str
@@ -119,20 +119,21 @@ class CostRow:
     speedup_exact: float
 
 
-def cost_rows(config: CostConfig, selectors: Mapping[str, SelectorConfig]) -> list[CostRow]:
+def cost_rows(config: CostConfig, selectors: Mapping[str, AnyConfig]) -> list[CostRow]:
     """The cost of each selector at each context, contexts in the order given.
 
     Args:
         config: The geometry and the bandwidth.
-        selectors: Resolved configuration of each selector, by the name to show.
+        selectors: Resolved configuration of each selector, by the name to show; layers that one leaves out are dense.
 
     Raises:
         InputError: A selector cannot be made, or not for such layers.
     """
     layers = _layers(config)
-    made = {name: [registry().make_selector(one)] * config.layers for name, one in selectors.items()}
+    configs = {name: _by_layer(one, config.layers) for name, one in selectors.items()}
+    made = {name: _each(registry().make_selector, per_layer) for name, per_layer in configs.items()}
+    exact = {name: _each(_exact_like, per_layer) for name, per_layer in configs.items()}
     full = [registry().make_selector("full")] * config.layers
-    exact = {name: [_exact_like(one)] * config.layers for name, one in selectors.items()}
     rows = []
     for context in config.contexts:
         dense = _total(full, layers, context)["bytes_read"]
@@ -169,6 +170,20 @@ def _layers(config: CostConfig) -> "list[LayerSpec]":
         )
         for layer_idx in range(config.layers)
     ]
+
+
+def _by_layer(config: AnyConfig, layers: int) -> Sequence[SelectorConfig]:
+    """The configuration of each layer."""
+    if not isinstance(config, LayeredConfig):
+        return [config] * layers
+    spread = spread_layers(config.layers, range(layers))
+    return [spread.get(layer) or registry().make_config("full") for layer in range(layers)]
+
+
+def _each(make: "Callable[[SelectorConfig], Selector]", configs: Sequence[SelectorConfig]) -> "list[Selector]":
+    """A selector for each configuration, one for those that are equal."""
+    made = {config: make(config) for config in set(configs)}
+    return [made[config] for config in configs]
 
 
 def _exact_like(config: SelectorConfig) -> "Selector":

@@ -51,7 +51,7 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
             got=repr(implementation),
             remedy='Load it with attn_implementation="sdpa", which uses flash kernels where they apply.',
         )
-    kinds = compat.layer_types(model)
+    kinds = compat.layer_types(model.config)
     layers: list[AttentionLayer] = []
     for layer_idx, kind in enumerate(kinds):
         if kind != "full_attention" and kind not in _LEFT_ALONE:
