@@ -1,5 +1,7 @@
 """Every selector that is installed, ours and third parties', through the conformance suite."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -23,6 +25,8 @@ VARIANTS = {
 GROUPED = ["retopk:group", "retopk,fallback_scope=group-any"]
 # Specs whose output is attention over the support and a mean value for the rest.
 MEAN_VALUE = ["sparq", "sparq,rank=6,local_size=0"]
+# Specs that score the first tokens at another distance than they have in the text.
+CACHE_POSITIONS = ["streaming_llm:paper"]
 
 
 def specs() -> list[str]:
@@ -32,7 +36,8 @@ def specs() -> list[str]:
         presets = [f"{name}:{preset}" for preset in registry().presets(name)] if ours else []
         for spec in (name, *presets, *VARIANTS.get(name, ())):
             found.setdefault(registry().make_config(spec), spec)  # a preset may be the defaults by another name
-    return [s for config, s in found.items() if s not in GROUPED and not getattr(config, "reallocate", False)]
+    apart = (*GROUPED, *CACHE_POSITIONS)
+    return [s for config, s in found.items() if s not in apart and not getattr(config, "reallocate", False)]
 
 
 @pytest.mark.parametrize("selector_spec", specs())
@@ -86,6 +91,25 @@ class TestMeanValue(SelectorConformance):
         if step.query.dtype != torch.float32:
             bound = bound + unit_roundoff(step.query.dtype) * output.abs()
         return Expected(output, bound)
+
+
+@pytest.mark.parametrize("selector_spec", CACHE_POSITIONS)
+class TestCachePositions(SelectorConformance):
+    @pytest.fixture(autouse=True)
+    def remember(self, selector_spec):
+        self.sink_size = make_config(selector_spec).sink_size
+
+    def expected(self, step):
+        """Attention over the support, the sinks' keys turned forward by as many positions as were left out."""
+        dim = step.keys.shape[3]
+        inv_freq = 10000.0 ** -(torch.arange(0, dim, 2) / dim)
+        left_out = step.lengths - step.mask[:, 0].sum(-1)
+        angles = (left_out[:, None] * inv_freq.double())[:, None, None]  # [B, 1, 1, D / 2]
+        sinks, others = step.keys[:, :, : self.sink_size].double(), step.keys[:, :, self.sink_size :].double()
+        turned = torch.complex(*sinks.chunk(2, dim=3)) * torch.polar(torch.ones_like(angles), angles)
+        keys = torch.cat([torch.cat([turned.real, turned.imag], dim=3), others], dim=2)
+        attention = dataclasses.replace(step, keys=keys).expected()
+        return Expected(attention.output, 2 * attention.bound)  # turning the query rounds as well
 
 
 def test_nothing_installed_is_broken():
