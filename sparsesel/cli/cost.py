@@ -12,14 +12,10 @@ from rich.text import Text
 from sparsesel.cli.console import out, print_json, safe
 from sparsesel.cli.selectors import resolve_selectors
 from sparsesel.config import build
-from sparsesel.eval.cost import BANDWIDTHS, CostConfig, cost_rows
-from sparsesel.registry import registry
+from sparsesel.eval.cost import BANDWIDTHS, STRICT, CostConfig, cost_rows, strict_specs
 
 if TYPE_CHECKING:
     from sparsesel.eval.cost import CostRow
-
-STRICT = "strict"
-"""Preset of the budget that comparisons are made at."""
 
 
 def cost(
@@ -61,7 +57,7 @@ def cost(
         "bandwidth": bandwidth,
     }
     config = build(CostConfig, values, where="cost")
-    resolved = resolve_selectors(selectors or default_specs(), sets or [])
+    resolved = resolve_selectors(selectors or strict_specs(), sets or [])
     rows = cost_rows(config, resolved)
     if as_json:
         configs = {spec: one.model_dump(mode="json") for spec, one in resolved.items()}
@@ -90,12 +86,6 @@ def cost(
         "read, over exact top-k at the same budget.",
         style="dim",
     )
-
-
-def default_specs() -> list[str]:
-    """Every selector installed at the budget of comparisons: its preset `strict` if it has one."""
-    names = list(registry().selectors)
-    return [f"{name}:{STRICT}" if STRICT in registry().presets(name) else name for name in names]
 
 
 def _table(rows: "Sequence[CostRow]") -> Table:

@@ -35,6 +35,16 @@ BANDWIDTHS = {
 """Memory bandwidth in GB/s (10⁹ bytes) that vendors state: the 80 GB SXM form of A100 and H100."""
 
 
+STRICT = "strict"
+"""Preset of the budget that comparisons are made at."""
+
+
+def strict_specs() -> list[str]:
+    """Every selector installed at the budget of comparisons: its preset `strict` if it has one."""
+    names = list(registry().selectors)
+    return [f"{name}:{STRICT}" if STRICT in registry().presets(name) else name for name in names]
+
+
 def _bandwidth(value: Any) -> Any:
     """A name or a number as GB/s."""
     text = str(value).strip().lower()
