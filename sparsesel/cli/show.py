@@ -26,6 +26,10 @@ def _type(annotation: Any) -> str:
         return " | ".join(_type(arg) for arg in args)
     if origin is typing.Annotated:
         return _type(args[0])
+    if annotation is types.NoneType:
+        return "None"
+    if origin is not None:
+        return str(annotation).replace("typing.", "")
     return getattr(annotation, "__name__", str(annotation))
 
 

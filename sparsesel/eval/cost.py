@@ -70,10 +70,10 @@ class CostConfig(BaseModel):
         strict=False, min_length=1, description="Visible keys, the current token's included."
     )
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
-        "bfloat16", description="Type of queries, keys and values."
+        default="bfloat16", description="Type of queries, keys and values."
     )
     bandwidth: Annotated[float, BeforeValidator(_bandwidth)] = Field(
-        BANDWIDTHS["l20"], description="Memory bandwidth in GB/s."
+        default=BANDWIDTHS["l20"], description="Memory bandwidth in GB/s."
     )
 
     @field_validator("heads")
