@@ -187,6 +187,9 @@ def build(model: type[ConfigT], values: Mapping[str, Any], *, where: str) -> Con
         name = str(first["loc"][0]) if first["loc"] else ""
         # Later text parts name branches of a union, not something the user wrote.
         path = ".".join([name, *(str(part) for part in first["loc"][1:] if isinstance(part, int))])
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, InputError):  # a validator that knows the remedy
+            raise InputError(f"{where}.{path}", expected=cause.expected, got=cause.got, remedy=cause.remedy) from None
         if first["type"] == "extra_forbidden":
             raise unknown_name(f"{where}.{path}", name, set(model.model_fields) - {"name"}, what="field") from None
         known = model.model_fields.get(name)

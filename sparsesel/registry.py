@@ -33,7 +33,7 @@ from sparsesel.errors import BrokenPluginError, InputError
 from sparsesel.hookspecs import SelectorPlugin
 
 if TYPE_CHECKING:
-    from sparsesel.selector import Selector
+    from sparsesel.selector import Calibrator, Selector
 
 GROUP = "sparsesel"
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -220,6 +220,22 @@ class Registry:
                 raise unknown_name(f"preset of {spec.name}", spec.preset, presets, what="preset")
             values.update(presets[spec.preset])
         return build(config_class, {**values, **spec.values, **overrides}, where=spec.name)
+
+    def make_calibrator(self, name: str) -> "Calibrator":
+        """A new calibrator of a selector.
+
+        Raises:
+            InputError: There is no such selector, or it is not calibrated.
+        """
+        if not self.get(name).plugin.calibrate:
+            others = [known for known, found in self.selectors.items() if found.plugin.calibrate]
+            raise InputError(
+                "selector",
+                expected="one that is calibrated on text",
+                got=f"{name!r}, which is not",
+                remedy=f"Use it as it is; calibrated are: {', '.join(others) or 'none installed'}.",
+            )
+        return _resolve(self.get(name), "calibrate")()
 
 
 def _load(entry_point: importlib.metadata.EntryPoint) -> list[SelectorPlugin]:

@@ -20,6 +20,7 @@ VARIANTS = {
         "retopk,similarity_threshold=-1.0,retrieval=recent,cache_size=4",
     ],
     "sparq": ["sparq,reallocate=false,rank=6"],
+    "loki": ["loki,rank=16", "loki,rank=1"],
 }
 # Specs whose query heads of one key-value head decide together.
 GROUPED = ["retopk:group", "retopk,fallback_scope=group-any"]

@@ -20,6 +20,7 @@ from sparsesel.config import LayeredConfig, SelectorConfig, spread_layers
 from sparsesel.errors import InputError, UnsupportedModelError
 from sparsesel.hf import compat
 from sparsesel.hf.cache import SelectorLayer, selector_layer
+from sparsesel.hf.fingerprint import fingerprint
 from sparsesel.hf.layers import AttentionLayer, attention_layers
 from sparsesel.hf.rotary import rotary_of
 from sparsesel.hf.stats import Stats
@@ -129,6 +130,7 @@ class Session:
         self.selectors = _spread(selector, layers, overrides)
         self._implementation = str(text_config._attn_implementation)
         self._rotary = {layer.layer_idx: rotary_of(model, layer) for layer in layers if layer.is_full}
+        self._fingerprint = fingerprint(model, layers)
         self._counters = {layer_idx: Counters() for layer_idx in self.selectors}
         self._padding: tuple[weakref.ref[Tensor], Tensor | None] | None = None
         try:
@@ -232,6 +234,7 @@ class Session:
             device=query.device,
             batch_size=batch,
             rotary=self._rotary[call.layer_idx],
+            model=self._fingerprint,
         )
         state = cache_layer.bind(selector, spec, self._counters[call.layer_idx])
         scale = kwargs.get("scaling")
