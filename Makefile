@@ -33,7 +33,7 @@ define set-up
 	@touch $(1)/.installed
 endef
 
-.PHONY: help demo test test-oldest check format readme bench-reuse clean
+.PHONY: help demo test test-oldest check format readme docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -70,9 +70,17 @@ format: $(VENV)/.installed ## format the code
 readme: $(VENV)/.installed ## write README's table of selectors anew
 	@$(VENV)/bin/python tools/readme_table.py
 
-bench-reuse: $(VENV)/.installed ## time ReTopK's reuse step against Exact Top-K's step
-	@$(VENV)/bin/python -m pytest benchmarks/bench_reuse_step.py $(ARGS)
+$(VENV)/.docs: $(VENV)/.installed
+	@echo "Installing sparsesel[docs]"
+	@$(VENV)/bin/python -m pip install --quiet -e '.[docs]'
+	@touch $@
 
-clean: ## remove what make made: environments, caches, demo/
-	rm -rf $(VENV) $(OLDEST) build dist demo .pytest_cache .ruff_cache .hypothesis .benchmarks .import_linter_cache
+docs: $(VENV)/.docs ## build the documentation into site/
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+
+bench: $(VENV)/.installed ## time one decode step of every selector, side by side (ARGS="--help" lists the options)
+	@$(VENV)/bin/python -m pytest benchmarks/bench_decode.py $(ARGS)
+
+clean: ## remove what make made: environments, caches, demo/, site/
+	rm -rf $(VENV) $(OLDEST) build dist demo site .pytest_cache .ruff_cache .hypothesis .benchmarks .import_linter_cache
 	find sparsesel plugins tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,24 +3,36 @@
 Later sources win: defaults < preset (`retopk:paper`) < file < `--set`.
 """
 
+import itertools
 import json
 import math
 import re
 import reprlib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from sparsesel.errors import InputError, UnknownNameError
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _PRESET = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+_LAYERS = re.compile(r"\s*(\d{1,9})\s*(?:(-)\s*(\d{1,9})?\s*)?", re.ASCII)
 # What pydantic and validators write before the part that follows "expected".
 _DECORATION = re.compile(r"^(Value error, )?((Input should|must) be )?")
 FILE_SUFFIXES = (".toml", ".yaml", ".yml", ".json")
@@ -80,6 +92,96 @@ class SelectorConfig(BaseModel):
         return ",".join([self.name, *(f"{k}={v}" for k, v in changed.items())])
 
 
+LayerKey = int | str
+"""Names layers: an index, "first-last" (both included) or "first-" (to the last)."""
+
+ValueT = TypeVar("ValueT")
+
+
+def check_layers(keys: Iterable[LayerKey]) -> None:
+    """Refuse keys that name no layers, or one layer twice, in a model of any depth.
+
+    Raises:
+        InputError: The first key that does not fit.
+    """
+    ranges = sorted(((*_layer_range(key), key) for key in keys), key=lambda named: named[0])
+    if not ranges:
+        raise InputError("layers", expected="a selector for some layer", got="none", remedy="Name at least one layer.")
+    for (_, last, _), (first, _, key) in itertools.pairwise(ranges):
+        if first <= last:
+            raise InputError(
+                f"layers {str(key)!r}",
+                expected="each layer once",
+                got=f"layer {first} a second time",
+                remedy="Make the ranges disjoint.",
+            )
+
+
+def spread_layers(values: Mapping[Any, ValueT], layers: Sequence[int]) -> dict[int, ValueT]:
+    """What each of a model's `layers` (ascending) is given by a mapping of ranges; layers that no key names are absent.
+
+    Raises:
+        InputError: A key that names no layers, layers beyond the last, or a layer twice.
+    """
+    check_layers(values)
+    spread: dict[int, ValueT] = {}
+    for key, value in values.items():
+        first, last = _layer_range(key)
+        named = [layer for layer in layers if first <= layer <= last]
+        if not named or layers[-1] < last < math.inf:
+            known = f"{layers[0]}-{layers[-1]}" if layers else "(none)"
+            raise InputError(
+                f"layers {str(key)!r}",
+                expected=f"layers among {known} that attend to the whole context",
+                got=str(key),
+                remedy="Correct the range.",
+            )
+        spread.update(dict.fromkeys(named, value))
+    return dict(sorted(spread.items()))
+
+
+def _layer_range(key: LayerKey) -> tuple[int, float]:
+    """First and last layer that a key names, the last infinite where it is open."""
+    match = None if isinstance(key, bool) else _LAYERS.fullmatch(str(key))
+    if match is None:
+        raise InputError(
+            "layers",
+            expected='an index, "first-last" or "first-"',
+            got=repr(key),
+            remedy='Write for example "2-".',
+        )
+    first = int(match[1])
+    last = first if match[2] is None else math.inf if match[3] is None else int(match[3])
+    if last < first:
+        raise InputError(f"layers {str(key)!r}", expected="first-last", got=str(key), remedy="Correct the range.")
+    return first, last
+
+
+class LayeredConfig(BaseModel):
+    """Selectors by range of layers, as a config file gives them in its table `layers`.
+
+    Layers that no range names stay dense.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    layers: dict[str, SerializeAsAny[InstanceOf[SelectorConfig]]] = Field(
+        description='Configuration of each range: an index, "first-last" or "first-".'
+    )
+
+    @field_validator("layers")
+    @classmethod
+    def _ranges_are_disjoint(cls, layers: dict[str, SelectorConfig]) -> dict[str, SelectorConfig]:
+        check_layers(layers)
+        return layers
+
+    def __str__(self) -> str:
+        return "; ".join(f"{key}: {config}" for key, config in self.layers.items())
+
+
+AnyConfig = SelectorConfig | LayeredConfig
+"""What a selector's name on a command line or in a run's configuration resolves to."""
+
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
@@ -96,6 +198,9 @@ def build(model: type[ConfigT], values: Mapping[str, Any], *, where: str) -> Con
         name = str(first["loc"][0]) if first["loc"] else ""
         # Later text parts name branches of a union, not something the user wrote.
         path = ".".join([name, *(str(part) for part in first["loc"][1:] if isinstance(part, int))])
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, InputError):  # a validator that knows the remedy
+            raise InputError(f"{where}.{path}", expected=cause.expected, got=cause.got, remedy=cause.remedy) from None
         if first["type"] == "extra_forbidden":
             raise unknown_name(f"{where}.{path}", name, set(model.model_fields) - {"name"}, what="field") from None
         known = model.model_fields.get(name)
@@ -255,14 +360,38 @@ class SelectorSpec:
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
-def parse_spec(text: str) -> SelectorSpec:
+@dataclass(frozen=True)
+class LayeredSpec:
+    """Selectors by range of layers as a config file names them.
+
+    Attributes:
+        layers: Range to the selector named for it.
+        values: Fields for every one of them that has the field; they win over its own.
+    """
+
+    layers: Mapping[str, SelectorSpec]
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse_spec(text: str) -> SelectorSpec | LayeredSpec:
     """Read `retopk:quality,topk=128` or `my_retopk.toml,topk=128`.
 
-    A file names its selector in `name` and may name a `preset`; its other keys are fields.
+    A file names its selector in `name` and may name a `preset`; its other keys are fields. Or it has a table
+    `layers` from ranges of layers to selectors, each named as here or a table of that same kind; its other keys are
+    fields of every one that has them.
 
     Raises:
         InputError: The text is no such thing.
     """
+    spec = _parse(text)
+    if isinstance(spec, SelectorSpec):
+        return spec
+    layers, values = spec
+    return LayeredSpec(_parse_layers(layers, text), values)
+
+
+def _parse(text: str) -> SelectorSpec | tuple[Any, dict[str, Any]]:
+    """A selector, or of a file by layers its table `layers`, unread, and its other fields."""
     head, *pairs = text.split(",")
     head = head.strip()
     values = parse_assignments(pairs, where=f"selector {text!r}")
@@ -275,20 +404,62 @@ def parse_spec(text: str) -> SelectorSpec:
         )
     if head.lower().endswith(FILE_SUFFIXES):
         data = load_file(head)
-        name, preset = data.pop("name", ""), data.pop("preset", "")
-        values = {**data, **values}
-        expected = "`name` in the file, text that names a selector, and `preset`, if it is there, text"
-        got = f"name {_shown(name)} and preset {_shown(preset)} in {head}"
-        remedy = 'Write for example name = "retopk"; `sparsesel list` shows the names.'
-    else:
-        name, colon, preset = head.partition(":")
-        if colon and not preset:
-            name = head  # refused below
-        expected = "name, name:preset or a config file, then optional ,field=value"
-        got = _shown(text)
-        remedy = "Write for example retopk:quality,topk=128; `sparsesel list` shows the names."
+        if "layers" in data and "name" not in data:
+            layers = data.pop("layers")
+            return layers, {**data, **values}
+        return _spec_of_table({**data, **values}, head)
+    name, colon, preset = head.partition(":")
+    if not _NAME.fullmatch(name) or (colon and not preset):
+        raise InputError(
+            "selector",
+            expected="name, name:preset or a config file, then optional ,field=value",
+            got=_shown(text),
+            remedy="Write for example retopk:quality,topk=128; `sparsesel list` shows the names.",
+        )
+    return _checked_spec(name, preset, values)
+
+
+def _parse_layers(table: Any, text: str) -> dict[str, SelectorSpec]:
+    """The selectors that the table `layers` of the file named in `text` gives to ranges."""
+    if not isinstance(table, dict):
+        raise InputError(
+            "layers",
+            expected="a table from ranges of layers to selectors",
+            got=_shown(table),
+            remedy='Write for example layers = {"0-1" = "full", "2-" = "retopk"}.',
+        )
+    check_layers(table)
+    layers: dict[str, SelectorSpec] = {}
+    for key, value in table.items():
+        where = f"layers {str(key)!r} of {text}"
+        spec = _spec_of_table(value, where) if isinstance(value, dict) else None
+        if isinstance(value, str):
+            spec = _parse(value)
+        if not isinstance(spec, SelectorSpec):
+            raise InputError(
+                where,
+                expected="one selector: a name, or a table with its name and fields",
+                got=_shown(value),
+                remedy='Write for example "retopk:quality".',
+            )
+        layers[str(key)] = spec
+    return layers
+
+
+def _spec_of_table(table: Mapping[str, Any], where: str) -> SelectorSpec:
+    values = dict(table)
+    name, preset = values.pop("name", ""), values.pop("preset", "")
     if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(preset, str):
-        raise InputError("selector", expected=expected, got=got, remedy=remedy)
+        raise InputError(
+            "selector",
+            expected="`name` in the file, text that names a selector, and `preset`, if it is there, text",
+            got=f"name {_shown(name)} and preset {_shown(preset)} in {where}",
+            remedy='Write for example name = "retopk"; `sparsesel list` shows the names.',
+        )
+    return _checked_spec(name, preset, values)
+
+
+def _checked_spec(name: str, preset: str, values: Mapping[str, Any]) -> SelectorSpec:
     if preset and not _PRESET.fullmatch(preset):
         raise InputError(
             "preset",

@@ -44,6 +44,8 @@ class SelectorPlugin:
         factory: `"module:Class"` called with the config; the result is a `Selector`.
         paper: Title and arXiv number or address, empty if it has none.
         presets: Package whose folder `presets/` holds `<preset>.toml`, empty if it has none.
+        calibrate: `"module:Class"` that `sparsesel calibrate` calls without arguments; the result is a
+            `sparsesel.selector.Calibrator`. Empty if the selector learns nothing from text.
     """
 
     name: str
@@ -52,6 +54,7 @@ class SelectorPlugin:
     factory: str
     paper: str = ""
     presets: str = ""
+    calibrate: str = ""
 
 
 @hookspec

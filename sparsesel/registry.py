@@ -19,12 +19,21 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from sparsesel import hookspecs
-from sparsesel.config import SelectorConfig, build, parse_spec, unknown_name
+from sparsesel.config import (
+    AnyConfig,
+    LayeredConfig,
+    LayeredSpec,
+    SelectorConfig,
+    SelectorSpec,
+    build,
+    parse_spec,
+    unknown_name,
+)
 from sparsesel.errors import BrokenPluginError, InputError
 from sparsesel.hookspecs import SelectorPlugin
 
 if TYPE_CHECKING:
-    from sparsesel.selector import Selector
+    from sparsesel.selector import Calibrator, Selector
 
 GROUP = "sparsesel"
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -138,32 +147,57 @@ class Registry:
         except Exception as error:  # a third party's import, in case the package is not imported yet
             raise _broken(self.get(name), f"readable presets/*.toml in {package}", error) from error
 
-    def make_config(self, spec: str, overrides: Mapping[str, Any] | None = None) -> SelectorConfig:
+    def fields(self, spec: str) -> set[str]:
+        """Names of the fields that a spec's selector has, or for a file by layers that any of its selectors has.
+
+        Raises:
+            InputError: As `resolve`, for an unknown selector.
+        """
+        parsed = parse_spec(spec)
+        selectors = parsed.layers.values() if isinstance(parsed, LayeredSpec) else [parsed]
+        return set().union(*(self._fields(one.name) for one in selectors))
+
+    def resolve(self, spec: str, overrides: Mapping[str, Any] | None = None) -> AnyConfig:
         """Resolve a selector's configuration: defaults < preset < file < the spec's own fields < `overrides`.
 
         Args:
             spec: `name`, `name:preset` or a config file, each optionally followed by `,field=value`.
-            overrides: Fields that win over everything else.
+            overrides: Fields that win over everything else. With a file by layers they go, as the spec's own do, to
+                every selector of it that has the field.
 
         Raises:
             InputError: Unknown selector, preset or field, or a value out of bounds.
         """
         parsed = parse_spec(spec)
-        config_class = self.config_class(parsed.name)
-        values: dict[str, Any] = {}
-        if parsed.preset:
-            presets = self.presets(parsed.name)
-            if parsed.preset not in presets:
-                raise unknown_name(f"preset of {parsed.name}", parsed.preset, presets, what="preset")
-            values.update(presets[parsed.preset])
-        values.update(parsed.values)
-        values.update(overrides or {})
-        try:
-            return build(config_class, values, where=parsed.name)
-        except InputError:
-            raise
-        except Exception as error:  # a third party's own validation
-            raise _broken(self.get(parsed.name), "a configuration class that validates", error) from error
+        if isinstance(parsed, SelectorSpec):
+            return self._build(parsed, overrides or {})
+        common = {**parsed.values, **(overrides or {})}
+        fields = {key: self._fields(one.name) for key, one in parsed.layers.items()}
+        for name in common:
+            if not any(name in known for known in fields.values()):
+                raise unknown_name(f"selector {spec!r}", name, set().union(*fields.values()), what="field")
+        return LayeredConfig(
+            layers={
+                key: self._build(one, {name: value for name, value in common.items() if name in fields[key]})
+                for key, one in parsed.layers.items()
+            }
+        )
+
+    def make_config(self, spec: str, overrides: Mapping[str, Any] | None = None) -> SelectorConfig:
+        """Resolve the configuration of one selector, as `resolve` does.
+
+        Raises:
+            InputError: As `resolve`; also for a file that names selectors by layers.
+        """
+        config = self.resolve(spec, overrides)
+        if isinstance(config, LayeredConfig):
+            raise InputError(
+                "selector",
+                expected="one selector",
+                got=f"{spec!r}, which names selectors by layers",
+                remedy="Give it to a whole model, or name one of its selectors.",
+            )
+        return config
 
     def make_selector(self, spec: "str | SelectorConfig", overrides: Mapping[str, Any] | None = None) -> "Selector":
         """Make a selector from a spec or from a configuration.
@@ -190,6 +224,40 @@ class Registry:
             raise
         except Exception as error:
             raise _broken(registered, f"`factory` {registered.plugin.factory!r} to make a selector", error) from error
+
+    def _fields(self, name: str) -> set[str]:
+        return set(self.config_class(name).model_fields) - {"name"}
+
+    def _build(self, spec: SelectorSpec, overrides: Mapping[str, Any]) -> SelectorConfig:
+        values: dict[str, Any] = {}
+        config_class = self.config_class(spec.name)
+        if spec.preset:
+            presets = self.presets(spec.name)
+            if spec.preset not in presets:
+                raise unknown_name(f"preset of {spec.name}", spec.preset, presets, what="preset")
+            values.update(presets[spec.preset])
+        try:
+            return build(config_class, {**values, **spec.values, **overrides}, where=spec.name)
+        except InputError:
+            raise
+        except Exception as error:  # a third party's own validation
+            raise _broken(self.get(spec.name), "a configuration class that validates", error) from error
+
+    def make_calibrator(self, name: str) -> "Calibrator":
+        """A new calibrator of a selector.
+
+        Raises:
+            InputError: There is no such selector, or it is not calibrated.
+        """
+        if not self.get(name).plugin.calibrate:
+            others = [known for known, found in self.selectors.items() if found.plugin.calibrate]
+            raise InputError(
+                "selector",
+                expected="one that is calibrated on text",
+                got=f"{name!r}, which is not",
+                remedy=f"Use it as it is; calibrated are: {', '.join(others) or 'none installed'}.",
+            )
+        return _resolve(self.get(name), "calibrate")()
 
 
 def _load(entry_point: importlib.metadata.EntryPoint) -> list[SelectorPlugin]:

@@ -5,8 +5,9 @@ Query head h reads key-value head h // G.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from sparsesel.config import SelectorConfig
 from sparsesel.kv import KVView
+from sparsesel.rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class LayerSpec:
         device: Where they lie.
         batch_size: B.
         max_length: Longest sequence that will be seen, if known.
+        rotary: How queries and keys were rotated by their positions, None where that is not known.
+        model: Fingerprint of the model that the layer belongs to, empty where that is not known.
     """
 
     layer_idx: int
@@ -40,6 +44,8 @@ class LayerSpec:
     device: torch.device
     batch_size: int = 1
     max_length: int | None = None
+    rotary: Rotary | None = None
+    model: str = ""
 
     @property
     def group_size(self) -> int:
@@ -246,6 +252,22 @@ class Selector(Protocol):
 
     def cost(self, layer: LayerSpec, length: int) -> StepCost:
         """What one decode step at `length` visible keys costs by design, on the selector's usual path."""
+        ...
+
+
+class Calibrator(Protocol):
+    """Learns from text, before any generation, what a selector's configuration then names as a file."""
+
+    def observe(self, layer: LayerSpec, query: Float[Tensor, "B Hq Tq D"], kv: KVView) -> None:
+        """See Tq tokens of one layer, the last of `kv`, attended densely. What is kept must not grow with the text."""
+        ...
+
+    def save(self, path: Path, provenance: Mapping[str, str]) -> str:
+        """Write what was learned, beside where it came from; returns a summary for people, a few lines.
+
+        Raises:
+            InputError: There was too little to learn from.
+        """
         ...
 
 

@@ -20,7 +20,8 @@ from hypothesis import settings
 from jaxtyping import install_import_hook
 
 # Before anything imports them. Shape annotations cost nothing outside tests.
-CHECKED = ["sparsesel.kv", "sparsesel.ops", "sparsesel.testing.inputs", "sparsesel.testing.tolerances"]
+CHECKED = ["sparsesel.kv", "sparsesel.rotary", "sparsesel.ops", "sparsesel.per_token"]
+CHECKED += ["sparsesel.testing.inputs", "sparsesel.testing.tolerances"]
 # Of a plugin, all but what describes it: pydantic checks that, and has annotations that beartype cannot.
 PLUGINS = Path(__file__).parents[1] / "plugins"
 CHECKED += [

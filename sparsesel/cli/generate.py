@@ -41,6 +41,7 @@ def generate(
     from sparsesel.hf.models import load_model, load_tokenizer, resolve
 
     source = resolve(model, online=online)
+    source.check_selector(config)
     tokenizer = load_tokenizer(source)
     inputs = _encode(tokenizer, text, chat=chat)
     length = inputs["input_ids"].shape[1]

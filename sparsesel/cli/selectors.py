@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparsesel.config import SelectorConfig, parse_assignments, parse_spec, unknown_name
+from sparsesel.config import AnyConfig, parse_assignments, unknown_name
 from sparsesel.errors import InputError
 from sparsesel.registry import registry
 
 
-def resolve_selectors(specs: Sequence[str], sets: Sequence[str] | Mapping[str, Any] = ()) -> dict[str, SelectorConfig]:
+def resolve_selectors(specs: Sequence[str], sets: Sequence[str] | Mapping[str, Any] = ()) -> dict[str, AnyConfig]:
     """Resolve the selectors that a command names.
 
     Args:
@@ -17,7 +17,7 @@ def resolve_selectors(specs: Sequence[str], sets: Sequence[str] | Mapping[str, A
             wins over the spec.
 
     Returns:
-        The configuration of each spec, in the order given.
+        The configuration of each spec, in the order given; of a file by layers, one for each of its ranges.
 
     Raises:
         InputError: No selector, one named twice, one that does not exist or does not validate, or a pair in
@@ -40,12 +40,11 @@ def resolve_selectors(specs: Sequence[str], sets: Sequence[str] | Mapping[str, A
                 got=f"{spec!r} twice",
                 remedy="Leave one of them out.",
             )
-        # A selector is never renamed by a field, so `name` is none here.
-        fields[spec] = set(registry().config_class(parse_spec(spec).name).model_fields) - {"name"}
+        fields[spec] = registry().fields(spec)
     for key in overrides:
         if not any(key in known for known in fields.values()):
             raise unknown_name("--set", key, set().union(*fields.values()), what="field")
     return {
-        spec: registry().make_config(spec, {key: value for key, value in overrides.items() if key in known})
+        spec: registry().resolve(spec, {key: value for key, value in overrides.items() if key in known})
         for spec, known in fields.items()
     }

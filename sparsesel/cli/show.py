@@ -12,7 +12,7 @@ from rich.text import Text
 
 from sparsesel.cli.console import out, print_json, safe
 from sparsesel.cli.selectors import resolve_selectors
-from sparsesel.config import parse_spec
+from sparsesel.config import LayeredConfig, SelectorConfig
 from sparsesel.registry import registry
 
 _BOUNDS = {annotated_types.Ge: "≥", annotated_types.Gt: ">", annotated_types.Le: "≤", annotated_types.Lt: "<"}
@@ -26,6 +26,10 @@ def _type(annotation: Any) -> str:
         return " | ".join(_type(arg) for arg in args)
     if origin is typing.Annotated:
         return _type(args[0])
+    if annotation is types.NoneType:
+        return "None"
+    if origin is not None:
+        return str(annotation).replace("typing.", "")
     return getattr(annotation, "__name__", str(annotation))
 
 
@@ -53,8 +57,25 @@ def show(
 ) -> None:
     """Show a selector's resolved configuration, every field with its meaning, and its presets."""
     ((spec, config),) = resolve_selectors([selector], sets or []).items()
-    name = parse_spec(spec).name
-    found, presets = registry().get(name), registry().presets(name)
+    if isinstance(config, LayeredConfig):
+        shown = {key: _describe(one) for key, one in config.layers.items()}
+        if as_json:
+            print_json({"selector": spec, "layers": shown, "config": config.model_dump(mode="json")})
+            return
+        for index, (key, description) in enumerate(shown.items()):
+            out.print(f"{chr(10) * bool(index)}layers {key}", style="bold underline")
+            _print(description)
+        return
+    description = _describe(config)
+    if as_json:
+        print_json({"selector": spec, **description})
+        return
+    _print(description)
+
+
+def _describe(config: SelectorConfig) -> dict[str, Any]:
+    """All there is to know of a configuration and its selector."""
+    found, presets = registry().get(config.name), registry().presets(config.name)
     fields = []
     for key, field in type(config).model_fields.items():
         if key == "name":
@@ -71,35 +92,35 @@ def show(
                 "changed": field.is_required() or value != default,
             }
         )
-    if as_json:
-        print_json(
-            {
-                "selector": spec,
-                "summary": found.plugin.summary,
-                "paper": found.plugin.paper,
-                "distribution": found.distribution,
-                "version": found.version,
-                "fields": fields,
-                "presets": presets,
-                "config": config.model_dump(mode="json"),
-            }
-        )
-        return
-    out.print(f"{name}: {safe(found.plugin.summary)}", style="bold", soft_wrap=True)
-    if found.plugin.paper:
-        out.print(f"paper   {safe(found.plugin.paper)}", soft_wrap=True)
-    out.print(f"from    {safe(found.distribution)} {safe(found.version)}", soft_wrap=True)
-    if not fields:
+    return {
+        "summary": found.plugin.summary,
+        "paper": found.plugin.paper,
+        "distribution": found.distribution,
+        "version": found.version,
+        "fields": fields,
+        "presets": presets,
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def _print(shown: dict[str, Any]) -> None:
+    """What `_describe` found, for people."""
+    name = safe(shown["config"]["name"])
+    out.print(f"{name}: {safe(shown['summary'])}", style="bold", soft_wrap=True)
+    if shown["paper"]:
+        out.print(f"paper   {safe(shown['paper'])}", soft_wrap=True)
+    out.print(f"from    {safe(shown['distribution'])} {safe(shown['version'])}", soft_wrap=True)
+    if not shown["fields"]:
         out.print("\nIt has no fields to configure.")
-    for row in fields:
+    for row in shown["fields"]:
         _print_field(row)
-    if any(row["changed"] for row in fields):
+    if any(row["changed"] for row in shown["fields"]):
         out.print("\n* differs from the default")
-    if presets:
+    if shown["presets"]:
         out.print()
-    for preset, values in presets.items():
+    for preset, values in shown["presets"].items():
         text = ", ".join(f"{key} = {value}" for key, value in values.items()) or "nothing: the defaults"
-        out.print(f"preset {safe(name)}:{safe(preset)} sets {safe(text)}", soft_wrap=True)
+        out.print(f"preset {name}:{safe(preset)} sets {safe(text)}", soft_wrap=True)
 
 
 def _print_field(row: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """One prefill seen by several selectors at once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
 
@@ -89,14 +89,6 @@ class ObserveAll:
         """Show the tokens to each."""
         for selector, own in zip(self.selectors, state.states, strict=True):
             selector.observe_prefill(query, kv, own, scale=scale)
-
-    def pick(self, index: int) -> Callable[[int, Any], tuple[Selector, SelectorState]]:
-        """For `sparsesel.hf.cache.fork`: continue with selector `index` and the state it has in each layer."""
-
-        def choose(layer_idx: int, layer: Any) -> tuple[Selector, SelectorState]:
-            return self.selectors[index], layer.state.states[index]
-
-        return choose
 
     def discover(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused."""

@@ -18,9 +18,9 @@ from torch import Tensor
 from sparsesel.eval.observe import ObserveAll
 from sparsesel.hf import compat
 from sparsesel.hf.cache import fork
-from sparsesel.hf.inject import sparsify
+from sparsesel.hf.inject import Selection, selectors_by_layer, sparsify
 from sparsesel.hf.stats import Stats
-from sparsesel.selector import Selector
+from sparsesel.selector import Selector, SelectorState
 
 
 class MeasurementError(RuntimeError):
@@ -38,17 +38,18 @@ class Prefilled:
         model: In evaluation mode.
         tokens: `[N]` int64, the document.
         suffix: S, tokens scored.
-        selectors: All that will decode; each sees the prefill.
+        selectors: All that will decode, each for the whole model, as `sparsify` takes them; each sees the prefill.
     """
 
-    def __init__(self, model: Any, tokens: Tensor, suffix: int, selectors: Sequence[Selector]) -> None:
+    def __init__(self, model: Any, tokens: Tensor, suffix: int, selectors: Sequence[Selection]) -> None:
         self._model = model
         self._tokens = tokens.to(model.device)
         self._suffix = suffix
-        self._watchers = ObserveAll(selectors)
+        self._selectors = [selectors_by_layer(model, selector) for selector in selectors]
+        self._names = [str(getattr(selector, "config", selector)) for selector in selectors]
         prompt = self._tokens[: len(tokens) - suffix - 1]
         # Copies of the cache are made outside of this session, so that no selector's steps are counted in it.
-        with torch.inference_mode(), sparsify(model, self._watchers):
+        with torch.inference_mode(), sparsify(model, self._watchers()):
             output = model(prompt[None], use_cache=True, logits_to_keep=1)
             self._cache = compat.cache_of(output)
 
@@ -70,8 +71,8 @@ class Prefilled:
         total = torch.zeros((), dtype=torch.float64, device=model.device)
         times: list[float] = []
         with torch.inference_mode():
-            cache = fork(self._cache, self._watchers.pick(index))
-            with sparsify(model, self._watchers.selectors[index]) as session:
+            cache = fork(self._cache, self._pick(index))
+            with sparsify(model, self._selectors[index]) as session:
                 for position in range(first, first + suffix):
                     _wait(model.device)
                     began = time.perf_counter()
@@ -89,15 +90,30 @@ class Prefilled:
         steps = stats.total.get("steps", 0.0)
         if steps != suffix * layers * heads:
             raise MeasurementError(
-                f"selector {self._watchers.selectors[index].config} acted in {steps:.0f} of {suffix * layers * heads} "
+                f"selector {self._names[index]} acted in {steps:.0f} of {suffix * layers * heads} "
                 f"({suffix} steps, {layers} layers, {heads} heads): this would not measure it, so nothing is reported"
             )
         nll = float(total)
         if not nll / suffix < _LARGEST_NLL:  # nor is NaN
-            raise MeasurementError(
-                f"selector {self._watchers.selectors[index].config}: the text has no finite perplexity"
-            )
+            raise MeasurementError(f"selector {self._names[index]}: the text has no finite perplexity")
         return metrics(nll, suffix, times, stats)
+
+    def _watchers(self) -> dict[int, ObserveAll]:
+        """For each layer, one that watches for all the selectors that serve it."""
+        layers = sorted(set().union(*self._selectors))
+        return {layer: ObserveAll([chosen[layer] for chosen in self._selectors if layer in chosen]) for layer in layers}
+
+    def _pick(self, index: int) -> Callable[[int, Any], tuple[Selector | None, SelectorState | None]]:
+        """For `fork`: continue with what selector `index` is in each layer and the state it has there."""
+
+        def choose(layer_idx: int, layer: Any) -> tuple[Selector | None, SelectorState | None]:
+            selector = self._selectors[index].get(layer_idx)
+            if selector is None:
+                return None, None
+            before = sum(layer_idx in chosen for chosen in self._selectors[:index])
+            return selector, layer.state.states[before]
+
+        return choose
 
 
 def metrics(nll: float, tokens: int, times: Sequence[float], stats: Stats) -> dict[str, float | None]:

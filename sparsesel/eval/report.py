@@ -80,16 +80,17 @@ def rows_by_context(lines: Sequence[Line]) -> dict[int, list[Row]]:
     for line in lines:
         rows = contexts.setdefault(line["context"], {})
         rows.setdefault(line["selector"], Row(line["selector"], line["config"])).lines[line["document"]] = line
-    return {
-        context: sorted(contexts[context].values(), key=lambda row: (_rank(row), row.config["name"] == "exact_topk"))
-        for context in sorted(contexts)
-    }
+
+    def order(row: Row) -> tuple[int, bool]:
+        return _rank(row), row.config.get("name") == "exact_topk"
+
+    return {context: sorted(contexts[context].values(), key=order) for context in sorted(contexts)}
 
 
 def reference_of(row: Row, rows: Iterable[Row], name: str) -> Row | None:
     """The reference `name` that a row is compared with: of the row's own budget, or the only one there is."""
-    candidates = [other for other in rows if other.config["name"] == name]
-    same = [other for other in candidates if other.config.get("topk") == row.config.get("topk")]
+    candidates = [other for other in rows if other.config.get("name") == name]
+    same = [other for other in candidates if _budget(other.config) == _budget(row.config)]
     fitting = same or candidates
     return fitting[0] if len(fitting) == 1 else None
 
@@ -131,7 +132,13 @@ def _table(context: int, rows: Sequence[Row]) -> Table:
 
 
 def _rank(row: Row) -> int:
-    return 0 if row.config["name"] in REFERENCES else 1
+    return 0 if row.config.get("name") in REFERENCES else 1
+
+
+def _budget(config: Mapping[str, Any]) -> int | str | None:
+    """The budget of a configuration; of one by layers, that of all its layers that have one."""
+    budgets = {one.get("topk") for one in config.get("layers", {"": config}).values()} - {None}
+    return budgets.pop() if len(budgets) == 1 else None
 
 
 def _perplexity(lines: Iterable[Line]) -> float:

@@ -8,13 +8,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from sparsesel.config import RunConfig, SelectorConfig
+from sparsesel.config import AnyConfig, LayeredConfig, RunConfig
 from sparsesel.errors import InputError
 from sparsesel.eval import provenance
 from sparsesel.eval.results import Point, ResultStore, check_same, point_of
 from sparsesel.eval.texts import Window, cut_windows, load_texts, place_of, texts_sha256
 from sparsesel.hf.models import default_device, load_model, load_tokenizer, quiet, resolve
-from sparsesel.registry import make_selector, registry
+from sparsesel.registry import registry
 
 TASK = "perplexity"
 BACKEND = "eager"
@@ -63,7 +63,7 @@ class Run:
     """
 
     def __init__(
-        self, config: RunConfig, selectors: Mapping[str, SelectorConfig], out: Path, *, online: bool = False
+        self, config: RunConfig, selectors: Mapping[str, AnyConfig], out: Path, *, online: bool = False
     ) -> None:
         self._source = resolve(config.model, online=online)
         self._size = max(config.contexts)
@@ -75,6 +75,8 @@ class Run:
                 got=self._size,
                 remedy="Choose a smaller --context, or a model with a longer one.",
             )
+        for one in selectors.values():
+            self._source.check_selector(one)
         self._texts = load_texts(config.texts, config.skip_chars)
         self._data = texts_sha256(self._texts)
         self._selectors = dict(selectors)
@@ -146,7 +148,7 @@ class Run:
         for (document, context), specs in self._pending.items():
             where = f"context {context}, document {document}"
             tokens = self._windows[document].tokens[:context]
-            selectors = [make_selector(self._selectors[spec]) for spec in specs]
+            selectors = [self._selectors[spec] for spec in specs]
             progress.doing(f"prefill, {where}")
             torch.manual_seed(self.config.seed)
             with quiet():
@@ -223,7 +225,6 @@ class Run:
         return expected
 
     def _provenance(self, model: Any, point: Point, tokens: tuple[int, ...]) -> dict[str, Any]:
-        plugin = registry().get(self._selectors[point.selector].name)
         bos = self._bos_token_id
         parameters = {
             **self._parameters(point.document),
@@ -242,8 +243,15 @@ class Run:
             "bos_count": tokens.count(bos) if bos is not None else 0,
             "truncation": "none",
             "seed": self.config.seed,
-            "selector_from": f"{plugin.distribution} {plugin.version}",
+            "selector_from": _origins(self._selectors[point.selector]),
             "versions": provenance.versions(),
             "commit": provenance.commit(),
             "time": provenance.now(),
         }
+
+
+def _origins(config: AnyConfig) -> str:
+    """Distributions and versions that a configuration's selectors come from."""
+    configs = config.layers.values() if isinstance(config, LayeredConfig) else [config]
+    plugins = [registry().get(one.name) for one in configs]
+    return ", ".join(dict.fromkeys(f"{plugin.distribution} {plugin.version}" for plugin in plugins))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers import __version__ as TRANSFORMERS_VERSION
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 from transformers.masking_utils import sdpa_mask
@@ -47,9 +47,9 @@ def cache_of(output: Any) -> Cache:
     return output[CACHE_ARGUMENT]
 
 
-def layer_types(model: PreTrainedModel) -> list[str]:
-    """Kind of each decoder layer as the cache sees it: `full_attention`, `sliding_attention`, …"""
-    return get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))[0]
+def layer_types(config: Any) -> list[str]:
+    """Kind of each decoder layer as the cache of such a model sees it: `full_attention`, `sliding_attention`, …"""
+    return get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
 
 
 def dense_attention(

@@ -7,7 +7,6 @@ which every module passes on. A forward of one token on a filled cache is a deco
 prefill: dense, through the model's own implementation, then shown to the selector.
 """
 
-import re
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,14 +16,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sparsesel.config import SelectorConfig
+from sparsesel.config import LayeredConfig, SelectorConfig, spread_layers
 from sparsesel.errors import InputError, UnsupportedModelError
 from sparsesel.hf import compat
 from sparsesel.hf.cache import SelectorLayer, selector_layer
+from sparsesel.hf.fingerprint import fingerprint
 from sparsesel.hf.layers import AttentionLayer, attention_layers
+from sparsesel.hf.rotary import rotary_of
 from sparsesel.hf.stats import Stats
 from sparsesel.kv import KVView
-from sparsesel.registry import make_selector
+from sparsesel.registry import make_selector, registry
 from sparsesel.selector import Counters, LayerSpec, Selector
 
 IMPLEMENTATION = "sparsesel"
@@ -32,12 +33,14 @@ IMPLEMENTATION = "sparsesel"
 
 _CALL = "sparsesel_call"  # keyword that carries a Call from the pre-hook to the attention function
 _NEW_STEPS = "sparsesel_new_steps"  # keyword that carries how many of a first forward's tokens are decode steps
-_LAYERS = re.compile(r"\s*(\d+)\s*(?:(-)\s*(\d+)?\s*)?")
 
 _replaced: dict[int, str] = {}
 """Attention implementation of each configuration object (by id) that a session has replaced."""
 
 AnySelector = str | SelectorConfig | Selector
+Selection = AnySelector | LayeredConfig | Mapping[Any, AnySelector]
+"""What `sparsify` accepts: one selector for all layers, or selectors by layers, which are named by int or str."""
+
 MultiToken = Literal["dense", "select"]
 
 
@@ -55,7 +58,7 @@ class Call:
 
 def sparsify(
     model: PreTrainedModel,
-    selector: AnySelector | Mapping[int | str, AnySelector],
+    selector: Selection,
     *,
     multi_token: MultiToken = "dense",
     **overrides: Any,
@@ -68,7 +71,8 @@ def sparsify(
     Args:
         model: A causal language model, loaded with `attn_implementation` "sdpa" (the default) or "eager".
         selector: A spec (`"retopk:quality,topk=128"`), a configuration, a `Selector`, or a mapping from layers (`3`,
-            `"0-1"`, `"2-"`) to any of these. Layers that no key names stay dense, as do sliding-window layers.
+            `"0-1"`, `"2-"`) to any of these; also a file with such a mapping in its table `layers`. Layers that no key
+            names stay dense, as do sliding-window layers.
         multi_token: What several new tokens at once are. `"dense"`: prefill. `"select"`: on a filled cache, each is
             a decode step of its own, so that assisted decoding gives what greedy decoding with the selector gives.
         overrides: Fields that win over the spec's.
@@ -92,7 +96,7 @@ class Session:
     def __init__(
         self,
         model: PreTrainedModel,
-        selector: AnySelector | Mapping[int | str, AnySelector],
+        selector: Selection,
         *,
         multi_token: MultiToken,
         overrides: Mapping[str, Any],
@@ -121,11 +125,12 @@ class Session:
                 remedy="Close the other session first, or load the model by itself.",
             )
         layers = attention_layers(model)
-        full = [layer.layer_idx for layer in layers if layer.is_full]
         self.model = model
         self.multi_token: MultiToken = multi_token
-        self.selectors = _per_layer(selector, full, overrides)
+        self.selectors = _spread(selector, layers, overrides)
         self._implementation = str(text_config._attn_implementation)
+        self._rotary = {layer.layer_idx: rotary_of(model, layer) for layer in layers if layer.is_full}
+        self._fingerprint = fingerprint(model, layers)
         self._counters = {layer_idx: Counters() for layer_idx in self.selectors}
         self._padding: tuple[weakref.ref[Tensor], Tensor | None] | None = None
         try:
@@ -232,7 +237,17 @@ class Session:
         batch, num_heads, new, head_dim = query.shape
         past = key.shape[2] - new
         cache_layer.starts = self._starts(mask, cache_layer, past, new)
-        spec = LayerSpec(call.layer_idx, num_heads, key.shape[1], head_dim, query.dtype, query.device, batch_size=batch)
+        spec = LayerSpec(
+            layer_idx=call.layer_idx,
+            num_attention_heads=num_heads,
+            num_key_value_heads=key.shape[1],
+            head_dim=head_dim,
+            dtype=query.dtype,
+            device=query.device,
+            batch_size=batch,
+            rotary=self._rotary[call.layer_idx],
+            model=self._fingerprint,
+        )
         state = cache_layer.bind(selector, spec, self._counters[call.layer_idx])
         scale = kwargs.get("scaling")
         scale = float(scale) if scale is not None else head_dim**-0.5
@@ -384,52 +399,28 @@ def _padding_changed() -> InputError:
     )
 
 
-def _per_layer(
-    selector: AnySelector | Mapping[int | str, AnySelector], full: list[int], overrides: Mapping[str, Any]
-) -> dict[int, Selector]:
+def selectors_by_layer(model: PreTrainedModel, selector: Selection) -> dict[int, Selector]:
+    """The selector of each layer that `sparsify` would give one.
+
+    Raises:
+        UnsupportedModelError: The model's attention cannot be served faithfully.
+        InputError: Unknown selector, preset, field or layer.
+    """
+    return _spread(selector, attention_layers(model), {})
+
+
+def _spread(selector: Selection, layers: list[AttentionLayer], overrides: Mapping[str, Any]) -> dict[int, Selector]:
     """Layer index to selector."""
-    if not isinstance(selector, Mapping):
-        made = _make(selector, overrides)
-        return dict.fromkeys(full, made)
-    chosen: dict[int, Selector] = {}
-    for key, one in selector.items():
-        made = _make(one, overrides)
-        for layer_idx in _layers_of(key, full):
-            if layer_idx in chosen:
-                raise InputError(
-                    f"layers {key!r}",
-                    expected="each layer once",
-                    got=f"layer {layer_idx} a second time",
-                    remedy="Make the ranges disjoint.",
-                )
-            chosen[layer_idx] = made
-    if not chosen:
-        raise InputError(
-            "selector", expected="a selector for some layer", got="none", remedy="Name at least one layer."
-        )
-    return dict(sorted(chosen.items()))
-
-
-def _layers_of(key: int | str, full: list[int]) -> list[int]:
-    match = _LAYERS.fullmatch(str(key))
-    if match is None or isinstance(key, bool):
-        raise InputError(
-            "layers",
-            expected='an index, "first-last" or "first-"',
-            got=repr(key),
-            remedy='Write for example "2-".',
-        )
-    first = int(match[1])
-    last = first if match[2] is None else int(match[3]) if match[3] is not None else full[-1]
-    layers = [layer_idx for layer_idx in full if first <= layer_idx <= last]
-    if not layers or last > full[-1]:
-        raise InputError(
-            f"layers {key!r}",
-            expected=f"layers with full attention, among {full[0]}-{full[-1]}",
-            got=f"{first}-{last}",
-            remedy="Correct the range.",
-        )
-    return layers
+    full = [layer.layer_idx for layer in layers if layer.is_full]
+    if isinstance(selector, str):
+        chosen, overrides = registry().resolve(selector, overrides), {}
+    else:
+        chosen = selector
+    if isinstance(chosen, LayeredConfig):
+        return spread_layers({key: _make(one, overrides) for key, one in chosen.layers.items()}, full)
+    if isinstance(chosen, Mapping):
+        return spread_layers({key: _make(one, overrides) for key, one in chosen.items()}, full)
+    return dict.fromkeys(full, _make(chosen, overrides))
 
 
 def _make(selector: AnySelector, overrides: Mapping[str, Any]) -> Selector:

@@ -51,12 +51,12 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
             got=repr(implementation),
             remedy='Load it with attn_implementation="sdpa", which uses flash kernels where they apply.',
         )
-    kinds = compat.layer_types(model)
+    kinds = compat.layer_types(model.config)
     layers: list[AttentionLayer] = []
     for layer_idx, kind in enumerate(kinds):
         if kind != "full_attention" and kind not in _LEFT_ALONE:
             raise _refusal(f"{name}, layer {layer_idx}", f"attention of kind {kind!r}")
-    for module in _decoder(model).modules():
+    for module in decoder_of(model).modules():
         layer_idx = getattr(module, "layer_idx", None)
         if not isinstance(layer_idx, int) or "Attention" not in type(module).__name__:
             continue
@@ -93,7 +93,8 @@ def _unsupported(module: nn.Module, config: object) -> str | None:
     return None
 
 
-def _decoder(model: PreTrainedModel) -> nn.Module:
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The part of the model that holds its attention layers."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     return decoder if isinstance(decoder, nn.Module) else model
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsesel.config import AnyConfig, LayeredConfig, spread_layers
 from sparsesel.errors import InputError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -86,6 +87,18 @@ class ModelSource:
     def max_length(self) -> int | None:
         """Tokens that its positions reach to, None if it names no limit."""
         return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+    def check_selector(self, selector: AnyConfig) -> None:
+        """Refuse selectors for layers that the model does not have.
+
+        Raises:
+            InputError: The first range that does not fit.
+        """
+        from sparsesel.hf import compat
+
+        if isinstance(selector, LayeredConfig):
+            kinds = compat.layer_types(self.config)
+            spread_layers(selector.layers, [i for i, kind in enumerate(kinds) if kind == "full_attention"])
 
     def dtype(self, device: str) -> Any:
         """`torch.dtype` that it runs in on a kind of device: float32 on the CPU, elsewhere what its config names."""

@@ -111,14 +111,23 @@ def _is_tied(descending: Tensor, allowed: Tensor) -> Tensor:
 
 
 def indexed_qk(
-    query: Float[Tensor, "B Hq 1 D"], kv: KVView, indices: Int[Tensor, "B Hq M"], *, scale: float
+    query: Float[Tensor, "B Hq 1 D"], kv: KVView, indices: Int[Tensor, "B H M"], *, scale: float
 ) -> Float[Tensor, "B Hq M"]:
-    """Scaled scores of chosen keys only: float32, -inf where the index is -1."""
+    """Scaled scores of chosen keys only: float32, -inf where the index is -1.
+
+    Args:
+        query: Post-RoPE.
+        kv: Keys and values.
+        indices: Logical positions, H in {1, Hkv, Hq}; a key that query heads share is read once for all of them.
+        scale: Factor of the scores.
+    """
     batch, num_heads, _, dim = query.shape
-    grouped = indices.reshape(batch, kv.num_heads, -1)  # [B, Hkv, G * M]
-    keys = kv.gather_keys(grouped).view(batch, num_heads, -1, dim).float()  # [B, Hq, M, D]
-    scores = torch.matmul(keys, query.float().transpose(2, 3)).squeeze(3).mul_(scale)
-    return scores.masked_fill_(indices < 0, float("-inf"))
+    indices = _per_key_value_head(indices, kv)
+    sets, chosen = indices.shape[1:]
+    keys = kv.gather_keys(indices.reshape(batch, kv.num_heads, -1)).view(batch, sets, chosen, dim).float()
+    scores = torch.matmul(keys, query.float().view(batch, sets, -1, dim).transpose(2, 3))  # [B, H, M, Hq / H]
+    scores = scores.transpose(2, 3).mul_(scale).masked_fill_(indices[:, :, None] < 0, float("-inf"))
+    return scores.reshape(batch, num_heads, chosen)
 
 
 def sparse_attention(
@@ -132,34 +141,38 @@ def sparse_attention(
         indices: Logical positions, H in {1, Hkv, Hq}, -1 where unused. A row without any gives zeros.
         scale: Factor of the scores.
     """
-    num_heads = query.shape[1]
-    indices = indices[:, :, 0].repeat_interleave(num_heads // indices.shape[1], dim=1)  # [B, Hq, K]
-    scores = indexed_qk(query, kv, indices, scale=scale)
-    return softmax_values(scores, kv, indices).to(query.dtype)
+    chosen = indices[:, :, 0]
+    scores = indexed_qk(query, kv, chosen, scale=scale)
+    return softmax_values(scores, kv, chosen).to(query.dtype)
 
 
 def softmax_values(
-    scores: Float[Tensor, "B Hq K"], kv: KVView, indices: Int[Tensor, "B Hq K"]
+    scores: Float[Tensor, "B Hq K"], kv: KVView, indices: Int[Tensor, "B H K"]
 ) -> Float[Tensor, "B Hq 1 Dv"]:
     """Values of chosen positions, weighed by the softmax of scores already known.
 
     Args:
         scores: Scaled scores of those positions, -inf where the index is -1.
         kv: Keys and values.
-        indices: Logical positions, -1 where unused. A row without any gives zeros.
+        indices: Logical positions, H in {1, Hkv, Hq}, -1 where unused. A row without any gives zeros.
 
     Returns:
         float32.
     """
-    batch, num_heads, slots = indices.shape
+    indices = _per_key_value_head(indices, kv)
+    batch, sets, slots = indices.shape
     unused = indices < 0
-    weights = scores.softmax(dim=-1).masked_fill(unused.all(-1, keepdim=True), 0.0)
-    values = kv.gather_values(indices.reshape(batch, kv.num_heads, -1)).view(
-        batch, num_heads, slots, kv.values.shape[3]
-    )
+    weights = scores.softmax(dim=-1).view(batch, sets, -1, slots)
+    weights = weights.masked_fill(unused.all(-1)[:, :, None, None], 0.0)
+    values = kv.gather_values(indices.reshape(batch, kv.num_heads, -1)).view(batch, sets, slots, kv.values.shape[3])
     # A slot without a key has weight 0, yet 0 * inf is NaN: the value it happens to read must not count either.
     values = values.float().masked_fill_(unused[..., None], 0.0)
-    return torch.matmul(weights[:, :, None, :], values)
+    return torch.matmul(weights, values).view(batch, scores.shape[1], 1, -1)
+
+
+def _per_key_value_head(indices: Tensor, kv: KVView) -> Tensor:
+    """Positions `[B, H, K]` with H at least Hkv: a list that all heads share is one for each key-value head."""
+    return indices.expand(-1, kv.num_heads, -1) if indices.shape[1] == 1 else indices
 
 
 def dense_attention(query: Float[Tensor, "B Hq 1 D"], kv: KVView, *, scale: float) -> Float[Tensor, "B Hq 1 Dv"]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparsesel.errors import InputError
 from sparsesel.kv import KVView
+from sparsesel.rotary import Rotary
 from sparsesel.selector import LayerSpec
 
 GRID = 32  # numbers are multiples of 1 / GRID …
@@ -59,15 +60,17 @@ class Stream:
         return (columns - starts).clamp_min(0)
 
     def layer_spec(self, layer_idx: int = LAYER_IDX) -> LayerSpec:
-        """The layer that such a stream comes from."""
+        """The layer that such a stream comes from; queries and keys may as well have been rotated."""
+        dim = self.key.shape[3]
         return LayerSpec(
             layer_idx=layer_idx,
             num_attention_heads=self.query.shape[1],
             num_key_value_heads=self.key.shape[1],
-            head_dim=self.key.shape[3],
+            head_dim=dim,
             dtype=self.key.dtype,
             device=self.key.device,
             batch_size=self.batch_size,
+            rotary=Rotary(10000.0 ** -(torch.arange(0, dim, 2, device=self.key.device) / dim)),
         )
 
     def rows(self, index: Tensor) -> "Stream":

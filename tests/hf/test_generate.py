@@ -41,7 +41,7 @@ def test_full_selection_gives_what_the_model_gives(tiny, prompt, family):
     expected = generate(model, prompt, do_sample=False)
     with sparsify(model, "full") as session:
         assert torch.equal(generate(model, prompt, do_sample=False), expected)
-    full_layers = compat.layer_types(model).count("full_attention")
+    full_layers = compat.layer_types(model.config).count("full_attention")
     assert session.stats().total["steps"] == 15 * 4 * full_layers
     assert session.stats().density == 1
 

@@ -200,13 +200,29 @@ def test_sparse_attention_is_softmax_over_the_chosen(seed, lengths, layout, dtyp
     indices = random_indices(seed, stream, heads, 9)
     output = sparse_attention(query, kv, indices[:, :, None], scale=scale)
     assert output.dtype == dtype
-    assert_close_to_float64(output, chosen_attention(stream, query, indices, scale))
+    expected = chosen_attention(stream, query, indices, scale)
+    assert_close_to_float64(output, expected)
     # A head's own list says the same as one shared by several.
     each = indices.repeat_interleave(4 // heads, dim=1)
-    assert torch.equal(output, sparse_attention(query, kv, each[:, :, None], scale=scale))
-    known = softmax_values(indexed_qk(query, kv, each, scale=scale), kv, each)
+    assert_close_to_float64(sparse_attention(query, kv, each[:, :, None], scale=scale), expected)
+    known = softmax_values(indexed_qk(query, kv, indices, scale=scale), kv, indices)
     assert known.dtype == torch.float32
     assert torch.equal(output, known.to(dtype))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_a_list_that_a_group_shares_is_read_once(heads, monkeypatch):
+    stream, query, kv, scale = case(0, [20, 9], "dense")
+    read = []
+    gather = type(kv)._gather
+
+    def counting(self, base, positions):
+        read.append(positions.numel())
+        return gather(self, base, positions)
+
+    monkeypatch.setattr(type(kv), "_gather", counting)
+    sparse_attention(query, kv, random_indices(0, stream, heads, 9)[:, :, None], scale=scale)
+    assert read == [2 * max(heads, kv.num_heads) * 9] * 2  # keys and values
 
 
 def chosen_attention(stream, query, indices, scale):

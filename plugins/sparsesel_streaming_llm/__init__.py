@@ -1,0 +1,1 @@
+"""StreamingLLM: the first tokens and the most recent ones, whatever the query."""
