@@ -41,7 +41,7 @@ _HOME = {
     "Session": "sparsesel.hf.inject",
 }
 
-__all__ = ["__version__", *sorted(_HOME)]
+__all__ = ["__version__", *sorted(_HOME)]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:

@@ -341,6 +341,13 @@ class EndlessCost(Smoothed):
         return dataclasses.replace(super().cost(layer, length), attended=float(length))
 
 
+class OneClockForAll(Smoothed):
+    """Remembers every sequence's query at the position of the longest one."""
+
+    def remember(self, query, kv, state):
+        super().remember(query, dataclasses.replace(kv, lengths=kv.lengths.max().expand_as(kv.lengths)), state)
+
+
 class NoAttend(Smoothed):
     attend = property()
 
@@ -362,6 +369,7 @@ FAULTS = [
     (IgnoresScale, S.test_any_history_gives_sound_steps, {}),
     (ReadsPadding, S.test_left_padded_batch_equals_its_sequences_alone, {}),
     (ForgetsPrefill, S.test_chunked_prefill_equals_one_shot, {"padded": False}),
+    (OneClockForAll, S.test_sequences_may_begin_late, {}),
     (FirstHeadForTheGroup, S.test_grouped_queries_equal_repeated_keys, {"group": 2}),
     (WrongKeyValueHead, S.test_grouped_queries_equal_repeated_keys, {"group": 2}),
     (StuckRows, S.test_reorder_moves_rows, {}),
