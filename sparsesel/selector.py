@@ -251,7 +251,11 @@ class Selector(Protocol):
         ...
 
     def cost(self, layer: LayerSpec, length: int) -> StepCost:
-        """What one decode step at `length` visible keys costs by design, on the selector's usual path."""
+        """What one decode step at `length` visible keys costs by design, on the selector's usual path.
+
+        Raises:
+            InputError: A layer that it cannot serve.
+        """
         ...
 
 

@@ -37,14 +37,8 @@ class LokiSelector:
         Raises:
             InputError: `rank` is more than head_dim; the calibration is of another model, of other shapes or damaged.
         """
+        self._check_rank(layer)
         rank = self.config.rank
-        if rank > layer.head_dim:
-            raise InputError(
-                "loki.rank",
-                expected=f"at most {layer.head_dim}, the head_dim of layer {layer.layer_idx}",
-                got=rank,
-                remedy=f"Set for example rank={max(1, layer.head_dim // 4)}.",
-            )
         if self.config.calibration == PROMPT:
             return LokiState.empty(layer, rank, None)
         return LokiState.empty(layer, rank, load(Path(self.config.calibration)).basis(layer)[..., :rank])
@@ -91,7 +85,11 @@ class LokiSelector:
 
         The heads of a group share keys and values where their supports overlap; they are counted as if they always
         did.
+
+        Raises:
+            InputError: `rank` is more than head_dim.
         """
+        self._check_rank(layer)
         topk = min(resolve_topk(self.config.topk, length), length)
         rank, dim, size = self.config.rank, layer.head_dim, layer.dtype.itemsize
         kv_heads = layer.batch_size * layer.num_key_value_heads
@@ -106,3 +104,12 @@ class LokiSelector:
             state_bytes=kv_heads * (length * rank * size + components) + 2 * 8 * layer.batch_size,
             attended=topk,
         )
+
+    def _check_rank(self, layer: LayerSpec) -> None:
+        if self.config.rank > layer.head_dim:
+            raise InputError(
+                "loki.rank",
+                expected=f"at most {layer.head_dim}, the head_dim of layer {layer.layer_idx}",
+                got=self.config.rank,
+                remedy=f"Set for example rank={max(1, layer.head_dim // 4)}.",
+            )

@@ -37,13 +37,7 @@ class SparQSelector:
         Raises:
             InputError: `rank` is more than the layer's head_dim.
         """
-        if self.config.rank > layer.head_dim:
-            raise InputError(
-                "sparq.rank",
-                expected=f"at most {layer.head_dim}, the head_dim of layer {layer.layer_idx}",
-                got=self.config.rank,
-                remedy=f"Set for example rank={max(1, layer.head_dim // 4)}.",
-            )
+        self._check_rank(layer)
         return SparQState.empty(layer)
 
     def observe_prefill(
@@ -76,7 +70,12 @@ class SparQSelector:
         return self._combine(query, kv, indices, left_out, state, scale=scale)
 
     def cost(self, layer: LayerSpec, length: int) -> StepCost:
-        """Of every key r components, K keys and values, and the mean value, once per key-value head."""
+        """Of every key r components, K keys and values, and the mean value, once per key-value head.
+
+        Raises:
+            InputError: `rank` is more than the layer's head_dim.
+        """
+        self._check_rank(layer)
         config = self.config
         topk = min(resolve_topk(config.topk, length), length)
         size = layer.dtype.itemsize
@@ -93,6 +92,15 @@ class SparQSelector:
             state_bytes=kv_heads * (length * layer.head_dim * size + mean * (1 + blocks)) + 8 * layer.batch_size,
             attended=topk,
         )
+
+    def _check_rank(self, layer: LayerSpec) -> None:
+        if self.config.rank > layer.head_dim:
+            raise InputError(
+                "sparq.rank",
+                expected=f"at most {layer.head_dim}, the head_dim of layer {layer.layer_idx}",
+                got=self.config.rank,
+                remedy=f"Set for example rank={max(1, layer.head_dim // 4)}.",
+            )
 
     def _discover(
         self, query: Tensor, kv: KVView, state: SparQState, *, scale: float

@@ -140,6 +140,8 @@ def test_the_table_says_what_was_modelled(run):
         (["--selector", "nope"], {}, "selector"),
         (["--selector", "full", "--set", "topk=3"], {}, "--set"),
         (["--set", "topk=0"], {}, "exact_topk.topk"),
+        (["--selector", "sparq,rank=65"], {}, "sparq.rank"),
+        (["--selector", "loki,rank=65"], {}, "loki.rank"),
     ],
 )
 def test_bad_input_is_refused(run, more, changes, field):
