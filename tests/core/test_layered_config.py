@@ -139,7 +139,7 @@ REFUSED = {
     "overlap": ({"layers": {"0-1": "full", "1-": "retopk"}}, "each layer once"),
     "number": ({"layers": {"0-": 3}}, "one selector"),
     "list": ({"layers": {"0-": ["full"]}}, "one selector"),
-    "nameless table": ({"layers": {"0-": {"topk": 3}}}, "name, name:preset"),
+    "nameless table": ({"layers": {"0-": {"topk": 3}}}, "`name` in the file"),
     "unknown selector": ({"layers": {"0-": "retok"}}, "Did you mean 'retopk'"),
     "unknown preset": ({"layers": {"0-": "retopk:papr"}}, "Did you mean 'paper'"),
     "bad value": ({"layers": {"0-": "retopk,topk=0"}}, "at least 1"),

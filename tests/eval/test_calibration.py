@@ -9,6 +9,7 @@ from sparsesel.errors import InputError
 from sparsesel.eval import calibration
 from sparsesel.eval.calibration import Watcher, calibrate, text_sha256, token_windows
 from sparsesel.eval.texts import Text, texts_sha256
+from sparsesel.hf import compat
 from sparsesel.hf.inject import sparsify
 from sparsesel.hf.models import load_model, load_tokenizer, resolve
 
@@ -110,6 +111,12 @@ def test_a_calibrator_sees_every_layer_and_every_key(model_folder, tokenizer, te
 
 def test_a_model_under_calibration_does_not_decode(model_folder):
     model = load_model(resolve(str(model_folder)), device="cpu")
-    watcher = Watcher(None)  # pyright: ignore[reportArgumentType]
-    with torch.inference_mode(), sparsify(model, watcher), pytest.raises(RuntimeError, match="calibration"):
-        model(torch.tensor([[1]]), use_cache=True)
+
+    class Blind:
+        def observe(self, layer, query, kv):
+            pass
+
+    with torch.inference_mode(), sparsify(model, Watcher(Blind())):  # pyright: ignore[reportArgumentType]
+        cache = compat.cache_of(model(torch.tensor([[1]]), use_cache=True))
+        with pytest.raises(RuntimeError, match="calibration"):
+            model(torch.tensor([[1]]), **{compat.CACHE_ARGUMENT: cache})
