@@ -21,6 +21,7 @@ VARIANTS = {
     ],
     "sparq": ["sparq,reallocate=false,rank=6"],
     "loki": ["loki,rank=16", "loki,rank=1"],
+    "quest": ["quest,page_size=4"],
 }
 # Specs whose query heads of one key-value head decide together.
 GROUPED = ["retopk:group", "retopk,fallback_scope=group-any"]
