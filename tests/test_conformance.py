@@ -1,6 +1,7 @@
 """Every selector that is installed, ours and third parties', through the conformance suite."""
 
 import dataclasses
+from typing import ClassVar
 
 import pytest
 import torch
@@ -21,11 +22,19 @@ VARIANTS = {
     ],
     "sparq": ["sparq,reallocate=false,rank=6"],
     "loki": ["loki,rank=16", "loki,rank=1"],
+    "quest": ["quest,page_size=4"],
 }
 # Specs whose query heads of one key-value head decide together.
 GROUPED = ["retopk:group", "retopk,fallback_scope=group-any"]
 # Specs whose output is attention over the support and a mean value for the rest.
 MEAN_VALUE = ["sparq", "sparq,rank=6,local_size=0"]
+# Specs with a fixed part that is too large for the suite's small budgets, so that it is made small.
+FIXED_PARTS = [
+    "tokenselect",
+    "tokenselect,similarity_threshold=0.6",
+    "tokenselect,similarity_threshold=2.0",
+    "tokenselect,similarity_threshold=-1.0",
+]
 # Specs that score the first tokens at another distance than they have in the text.
 CACHE_POSITIONS = ["streaming_llm:paper"]
 
@@ -37,7 +46,7 @@ def specs() -> list[str]:
         presets = [f"{name}:{preset}" for preset in registry().presets(name)] if ours else []
         for spec in (name, *presets, *VARIANTS.get(name, ())):
             found.setdefault(registry().make_config(spec), spec)  # a preset may be the defaults by another name
-    apart = (*GROUPED, *CACHE_POSITIONS)
+    apart = (*GROUPED, *CACHE_POSITIONS, *FIXED_PARTS, "tokenselect:paper")  # the last differs in its sizes alone
     return [s for config, s in found.items() if s not in apart and not getattr(config, "reallocate", False)]
 
 
@@ -92,6 +101,11 @@ class TestMeanValue(SelectorConformance):
         if step.query.dtype != torch.float32:
             bound = bound + unit_roundoff(step.query.dtype) * output.abs()
         return Expected(output, bound)
+
+
+@pytest.mark.parametrize("selector_spec", FIXED_PARTS)
+class TestFixedParts(SelectorConformance):
+    overrides: ClassVar = {"topk": 16, "sink_size": 3, "local_size": 4}
 
 
 @pytest.mark.parametrize("selector_spec", CACHE_POSITIONS)

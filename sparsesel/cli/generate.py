@@ -137,6 +137,6 @@ def statistics(times: list[float], stats: "Stats") -> str:
     if len(times) > 1:
         parts.append(f"{1000 * (times[-1] - times[0]) / (len(times) - 1):.1f} ms per token after the first")
         parts.append(f"density {stats.density:.3f}")
-    paths = ("exact", "reuse", "refresh", "fallback", "underfull", "cold")
+    paths = ("exact", "reuse", "refresh", "fallback", "underfull", "cold", "hit", "miss")
     parts += [f"{path} {stats.share(path):.3f}" for path in paths if path in stats.total]
     return " · ".join(parts)
