@@ -97,4 +97,4 @@ def write_tokens(
     """
     columns = torch.where(real, positions, buffer.shape[2] - 1)
     rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
-    buffer.transpose(1, 2)[rows, columns] = records.transpose(1, 2).to(buffer.dtype)
+    buffer.transpose(1, 2)[rows, columns] = records.detach().transpose(1, 2).to(buffer.dtype)

@@ -108,7 +108,9 @@ class QuestSelector:
         last_begin = torch.maximum(earlier * page_size, lengths - topk)
         count = (chosen >= 0).sum(-1, keepdim=True)
         begins.scatter_(-1, count, last_begin.to(begins.dtype)[:, None].expand(-1, heads, 1))
-        positions = begins[..., None] + torch.arange(page_size, dtype=begins.dtype, device=kv.device)
+        # A page larger than the context has no more slots than that.
+        slots = torch.arange(min(page_size, kv.max_length), dtype=begins.dtype, device=kv.device)
+        positions = begins[..., None] + slots
         outside = (begins < 0)[..., None] | (positions >= lengths[:, :, None, None])
         return positions.masked_fill_(outside, -1).flatten(2)
 

@@ -58,7 +58,7 @@ class QuestState(PerTokenState):
         for positions, real in zip(*(part.split(_CHUNK, dim=1) for part in self.pending(kv)), strict=True):
             keys = kv.gather_keys(positions[:, None].expand(-1, heads, -1))
             # Infinities would make 0 * inf of a product that has nothing to do with them.
-            keys = keys.nan_to_num(nan=torch.nan)
+            keys = keys.detach().nan_to_num(nan=torch.nan)
             pages = torch.where(real, positions // self.page_size, 0)  # those that are not real leave it as it is
             index = pages[:, None, :, None].expand(rows, heads, -1, dim)
             absent = ~real[:, None, :, None]

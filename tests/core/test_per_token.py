@@ -103,3 +103,10 @@ def test_room_can_be_written_after_inference_mode():
     assert buffer[0, 0, 3].tolist() == [1, 1]
     assert buffer[0, 0, -1].tolist() == [1, 1]  # the spare column takes what does not count
     assert not bool((buffer[0, 0, 4] == 1).any())
+
+
+def test_records_keep_no_graph():
+    buffer = with_room(torch.empty(1, 1, 0, 2), 5, dim=2)
+    write_tokens(buffer, torch.tensor([[3]]), torch.tensor([[True]]), torch.ones(1, 1, 1, 2, requires_grad=True))
+    assert not buffer.requires_grad
+    assert buffer[0, 0, 3].tolist() == [1, 1]

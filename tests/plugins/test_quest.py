@@ -144,6 +144,23 @@ def test_first_layers_are_dense():
         assert cost.key_bytes > 0
 
 
+def test_a_page_larger_than_the_context_takes_no_more_room_than_that():
+    selector = make_selector("quest", topk=2**30, page_size=2**30, dense_layers=0)
+    step = Replay(selector, random_stream(5, length=34)).prefill(30).step()
+    assert step.support.indices.shape[3] == 31
+    assert bool(step.mask.all())
+
+
+def test_bounds_keep_no_graph():
+    stream = random_stream(6, length=40)
+    stream.key.requires_grad_()
+    replay = Replay(make_selector("quest", topk=16, dense_layers=0), stream).prefill(30)
+    replay.step().output.sum().backward()
+    assert stream.key.grad is not None
+    assert not replay.state.minima.requires_grad
+    assert not replay.state.maxima.requires_grad
+
+
 def test_presets():
     assert set(registry().presets("quest")) == {"paper", "strict"}
     assert make_config("quest:paper") == QuestConfig(topk=1024, page_size=16, dense_layers=2)
