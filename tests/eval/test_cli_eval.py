@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -119,43 +118,51 @@ def test_a_folder_in_use_is_refused(command, tmp_path):
     assert "no other process" in result.stderr
 
 
-def start(arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", "from sparsesel.cli import main; main()", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+# Sends itself a signal in the middle of its fourth point.
+KILLED = """
+import os
+from sparsesel.cli import main
+from sparsesel.eval.perplexity import Prefilled
 
+decode, points = Prefilled.decode, []
 
-def wait_for_lines(path, count, process):
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        if path.exists() and path.read_bytes().count(b"\n") >= count:
-            return
-        time.sleep(0.01)
-    pytest.fail(f"no {count} lines: {process.communicate()}")
+def until_killed(self, index, *, advance):
+    points.append(0)
+
+    def step():
+        points[-1] += 1
+        if points[3:] == [5]:
+            os.kill(os.getpid(), {signal})
+        advance()
+
+    return decode(self, index, advance=step)
+
+Prefilled.decode = until_killed
+main()
+"""
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_run_that_is_killed_goes_on_and_repeats_nothing(command, tmp_path, how):
     arguments = command("--documents", "12")
     path = tmp_path / "out" / RESULTS
-    process = start(arguments)
-    wait_for_lines(path, 3, process)
-    process.send_signal(how)
-    _, complaint = process.communicate(timeout=60)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED.format(signal=int(how)), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
     kept, newline = path.read_bytes(), b"\n"
-    assert 3 <= kept.count(newline) < 24
+    assert kept.count(newline) == 3
     if how == signal.SIGINT:
-        assert process.returncode == 130
-        assert f"{kept.count(newline)} of 24 points are kept" in complaint
-        assert "Traceback" not in complaint
+        assert killed.returncode == 130
+        assert "3 of 24 points are kept" in killed.stderr
+        assert "Traceback" not in killed.stderr
+    else:
+        assert killed.returncode == -signal.SIGKILL
     result = invoke(arguments)
     assert result.exit_code == 0, result.output
-    complete = kept[: kept.rfind(newline) + 1]
-    assert path.read_bytes().startswith(complete)
+    assert path.read_bytes().startswith(kept)
     lines = read_results(tmp_path / "out")
     assert len({(line["document"], line["selector"]) for line in lines}) == len(lines) == 24
