@@ -28,10 +28,13 @@ def text_sha256(path: str) -> bytes:
     """SHA-256 of a text's characters as UTF-8, for which all of it is read once.
 
     Raises:
-        InputError: The file is missing, unreadable, empty or not UTF-8.
+        InputError: The file is missing, unreadable, empty, not UTF-8, or a pipe or device: texts are read repeatedly.
     """
     digest, empty, problem = hashlib.sha256(), True, ""
     try:
+        file = Path(path)
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise OSError("a pipe or device, which cannot be read repeatedly")
         for piece in _pieces(path):
             digest.update(piece.encode())
             empty = empty and not piece.strip()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-from sparsesel.config import AnyConfig, LayeredConfig, SelectorConfig, spread_layers
+from sparsesel.config import MAX_COUNT, AnyConfig, LayeredConfig, SelectorConfig, spread_layers
 from sparsesel.registry import registry
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ BANDWIDTHS = {
 }
 """Memory bandwidth in GB/s (10⁹ bytes) that vendors state: the 80 GB SXM form of A100 and H100."""
 
+_SLOWEST = 1e-6  # GB/s; below it times could overflow
 
 STRICT = "strict"
 """Preset of the budget that comparisons are made at."""
@@ -52,8 +53,8 @@ def _bandwidth(value: Any) -> Any:
         number = float(BANDWIDTHS.get(text, text))
     except ValueError:
         number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"a positive number or one of {', '.join(BANDWIDTHS)}")
+    if not (math.isfinite(number) and number >= _SLOWEST):
+        raise ValueError(f"a number of at least {_SLOWEST:g} or one of {', '.join(BANDWIDTHS)}")
     return number
 
 
@@ -62,10 +63,10 @@ class CostConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
 
-    kv_heads: int = Field(ge=1, description="Hkv: key-value heads of a layer.")
-    heads: int = Field(ge=1, description="Hq: query heads of a layer, a multiple of the key-value heads.")
-    head_dim: int = Field(ge=1, description="D: channels of a head.")
-    layers: int = Field(ge=1, description="Layers with attention.")
+    kv_heads: int = Field(ge=1, le=MAX_COUNT, description="Hkv: key-value heads of a layer.")
+    heads: int = Field(ge=1, le=MAX_COUNT, description="Hq: query heads of a layer, a multiple of the key-value heads.")
+    head_dim: int = Field(ge=1, le=MAX_COUNT, description="D: channels of a head.")
+    layers: int = Field(ge=1, le=10_000, description="Layers with attention.")
     contexts: tuple[int, ...] = Field(
         strict=False, min_length=1, description="Visible keys, the current token's included."
     )
@@ -89,6 +90,8 @@ class CostConfig(BaseModel):
     def _contexts_are_lengths(cls, contexts: tuple[int, ...]) -> tuple[int, ...]:
         if min(contexts) < 1 or len(set(contexts)) < len(contexts):
             raise ValueError("positive lengths, each once")
+        if max(contexts) > MAX_COUNT:
+            raise ValueError(f"at most {MAX_COUNT}")
         return contexts
 
 
