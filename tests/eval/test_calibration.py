@@ -1,6 +1,7 @@
 """Running texts through a model for a calibrator: windows, streaming, and what the calibrator is shown."""
 
 import hashlib
+import os
 
 import pytest
 import torch
@@ -83,6 +84,15 @@ def test_texts_that_cannot_be_read_are_refused(tmp_path, content):
     with pytest.raises(InputError) as caught:
         text_sha256(str(path))
     assert str(path) in caught.value.got
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_or_device_is_refused_unread(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (str(pipe), os.devnull):
+        with pytest.raises(InputError, match="pipe or device"):
+            text_sha256(path)
 
 
 def test_a_calibrator_sees_every_layer_and_every_key(model_folder, tokenizer, text_file):
