@@ -3,13 +3,14 @@
 Later sources win: defaults < preset (`retopk:paper`) < file < `--set`.
 """
 
+import contextlib
 import itertools
 import json
 import math
 import re
 import reprlib
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -240,30 +241,43 @@ def unknown_name(where: str, name: str, known: Iterable[str], *, what: str) -> U
     )
 
 
-def read_text(path: Path, *, where: str) -> str:
-    """Text of a UTF-8 file, refused by name if it is missing, unreadable, empty or not UTF-8."""
-    problem = ""
-    text = ""
+@contextlib.contextmanager
+def reading_text(path: str | Path, *, where: str) -> Iterator[None]:
+    """Refuse by name what goes wrong in this block: a text that is missing, unreadable or, as it says, unfit.
+
+    Raises:
+        InputError: In place of any OSError or ValueError.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        yield
     except FileNotFoundError:
         problem = "no such file"
     except IsADirectoryError:
         problem = "a folder"
-    except UnicodeDecodeError as error:
-        problem = f"bytes that are not UTF-8, the first at offset {error.start}"
-    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+    except UnicodeDecodeError:
+        problem = "bytes that are not UTF-8"
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path, or what the block raises itself
         problem = str(error)
-    if not problem and not text.strip():
-        problem = "an empty file"
-    if problem:
-        raise InputError(
-            where,
-            expected="a readable UTF-8 text file",
-            got=f"{path} ({problem})",
-            remedy="Check the path and encoding.",
-        )
-    return text
+    else:
+        return
+    raise InputError(
+        where,
+        expected="a readable UTF-8 text file",
+        got=f"{path} ({problem})",
+        remedy="Check the path and encoding.",
+    )
+
+
+def read_text(path: Path, *, where: str) -> str:
+    """Text of a UTF-8 file, refused by name if it is missing, unreadable, empty or not UTF-8."""
+    with reading_text(path, where=where):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"bytes that are not UTF-8, the first at offset {error.start}") from None
+        if not text.strip():
+            raise ValueError("an empty file")
+        return text
 
 
 def _unique(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:

@@ -12,6 +12,7 @@ from sparsesel.ops import (
     dense_attention,
     qk_scores,
     row_topk,
+    scores_at,
     softmax_values,
     sparse_attention,
     topk_indices,
@@ -88,5 +89,4 @@ class ExactTopKSelector:
         support = Support.of(indices[:, :, None])
         state.counters.add_step(support, kv, query.shape[1])
         state.counters.add("exact", torch.ones_like(lengths))
-        chosen = scores.gather(-1, indices.clamp_min(0).long()).masked_fill_(indices < 0, float("-inf"))
-        return support, indices, chosen
+        return support, indices, scores_at(scores, indices)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsesel.config import resolve_topk
 from sparsesel.kv import KVView
-from sparsesel.ops import indexed_qk, qk_scores, row_topk, topk_indices
+from sparsesel.ops import indexed_qk, qk_scores, row_topk, scores_at, topk_indices
 from sparsesel_retopk.config import ReTopKConfig
 from sparsesel_retopk.state import ReTopKState
 
@@ -273,5 +273,4 @@ def choose(
 ) -> Ranked:
     """The K best columns of each row and their scores."""
     indices = topk_indices(scores, topk, lengths, widest=widest)
-    chosen = scores.gather(-1, indices.clamp_min(0).long()).masked_fill_(indices < 0, float("-inf"))
-    return Ranked(indices, chosen)
+    return Ranked(indices, scores_at(scores, indices))

@@ -15,8 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparsesel.config import SelectorConfig
-from sparsesel.errors import InputError
+from sparsesel.config import SelectorConfig, reading_text
 from sparsesel.hf.inject import sparsify
 from sparsesel.kv import KVView
 from sparsesel.selector import Calibrator, LayerSpec, SelectorState, StepCost
@@ -30,29 +29,16 @@ def text_sha256(path: str) -> bytes:
     Raises:
         InputError: The file is missing, unreadable, empty, not UTF-8, or a pipe or device: texts are read repeatedly.
     """
-    digest, empty, problem = hashlib.sha256(), True, ""
-    try:
+    digest, empty = hashlib.sha256(), True
+    with reading_text(path, where="text"):
         file = Path(path)
         if file.exists() and not (file.is_file() or file.is_dir()):
-            raise OSError("a pipe or device, which cannot be read repeatedly")
+            raise ValueError("a pipe or device, which cannot be read repeatedly")
         for piece in _pieces(path):
             digest.update(piece.encode())
             empty = empty and not piece.strip()
-    except FileNotFoundError:
-        problem = "no such file"
-    except IsADirectoryError:
-        problem = "a folder"
-    except UnicodeDecodeError:
-        problem = "bytes that are not UTF-8"
-    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
-        problem = str(error)
-    if problem or empty:
-        raise InputError(
-            "text",
-            expected="a readable UTF-8 text file",
-            got=f"{path} ({problem or 'an empty file'})",
-            remedy="Check the path and encoding.",
-        )
+        if empty:
+            raise ValueError("an empty file")
     return digest.digest()
 
 

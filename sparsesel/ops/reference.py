@@ -110,6 +110,11 @@ def _is_tied(descending: Tensor, allowed: Tensor) -> Tensor:
     return (descending.gather(-1, last_taken) <= descending.gather(-1, first_left)).squeeze(-1)
 
 
+def scores_at(scores: Float[Tensor, "*rows L"], indices: Int[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
+    """Scores at chosen positions, -inf where the index is -1."""
+    return scores.gather(-1, indices.clamp_min(0).long()).masked_fill_(indices < 0, float("-inf"))
+
+
 def indexed_qk(
     query: Float[Tensor, "B Hq 1 D"], kv: KVView, indices: Int[Tensor, "B H M"], *, scale: float
 ) -> Float[Tensor, "B Hq M"]:

@@ -14,6 +14,7 @@ from sparsesel.ops import (
     indexed_qk,
     qk_scores,
     row_topk,
+    scores_at,
     softmax_values,
     sparse_attention,
     topk_indices,
@@ -309,3 +310,9 @@ def test_hostile_keys_spoil_only_heads_that_attend_to_them(kind):
     chosen = topk_indices(scores, 5, kv.lengths[:, None].expand(2, 4))
     assert bool((chosen < kv.lengths[:, None, None]).all())
     assert bool((chosen >= 0).all())
+
+
+def test_scores_at_reads_chosen_positions_and_marks_padding():
+    scores = torch.tensor([[0.5, -1.0, 2.0], [3.0, float("nan"), 4.0]])
+    got = scores_at(scores, torch.tensor([[2, 0, -1], [-1, 2, 0]], dtype=torch.int32))
+    assert got.tolist() == [[2.0, 0.5, -float("inf")], [-float("inf"), 4.0, 3.0]]

@@ -9,20 +9,24 @@ from sparsesel.kv import KVView
 
 @pytest.fixture
 def gathered(monkeypatch) -> Counter:
-    """Bytes of keys and of values taken out of any KVView from here on; clear it to start anew."""
-    read = Counter()
+    """Bytes of keys and of values taken out of any KVView from here on; clear it to start anew.
 
-    def counting(method: str, what: str) -> None:
-        original = getattr(KVView, method)
+    `gathered.count(owner, method, what)` counts as `what` the tensors that another method returns.
+    """
 
-        def counted(self, *args):
-            taken = original(self, *args)
-            read[what] += taken.numel() * taken.element_size()
-            return taken
+    class Gathered(Counter):
+        def count(self, owner: type, method: str, what: str) -> None:
+            original = getattr(owner, method)
 
-        monkeypatch.setattr(KVView, method, counted)
+            def counted(instance, *args, **kwargs):
+                taken = original(instance, *args, **kwargs)
+                self[what] += taken.numel() * taken.element_size()
+                return taken
 
+            monkeypatch.setattr(owner, method, counted)
+
+    read = Gathered()
     for what in ("keys", "values"):
-        counting(f"gather_{what}", what)
-        counting(f"logical_{what}", what)
+        read.count(KVView, f"gather_{what}", what)
+        read.count(KVView, f"logical_{what}", what)
     return read

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from sparsesel.config import resolve_topk
 from sparsesel.errors import InputError
-from sparsesel.kv import KVView
 from sparsesel.registry import make_config, make_selector, registry
 from sparsesel.selector import LayerSpec
 from sparsesel.testing.inputs import HOSTILE, LAYER_IDX, DenseLayout, PagedLayout, hostile_stream, random_stream
@@ -372,34 +371,19 @@ def test_too_little_text_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("group", [1, 3])
-def test_a_step_reads_what_its_cost_says(monkeypatch, group):
+def test_a_step_reads_what_its_cost_says(gathered, group):
     """Bytes gathered in a step. The design counts keys and values of a group's heads once, as if their supports were
     one; eager attention gathers each head's own, G times as much."""
     stream = random_stream(2, batch=2, length=201, num_attention_heads=2 * group, num_key_value_heads=2)
     selector = make_selector("loki,topk=16,rank=8")
     replay = Replay(selector, stream).prefill(199)
     replay.step()
-    read = {"keys": 0, "values": 0, "reduced": 0}
-
-    def counting(owner, method, name):
-        original = getattr(owner, method)
-
-        def counted(self, *args, **kwargs):
-            result = original(self, *args, **kwargs)
-            read[name] += result.numel() * result.element_size()
-            return result
-
-        monkeypatch.setattr(owner, method, counted)
-
-    counting(KVView, "gather_keys", "keys")
-    counting(KVView, "gather_values", "values")
-    counting(KVView, "logical_keys", "keys")
-    counting(KVView, "logical_values", "values")
-    counting(LokiState, "seen", "reduced")
+    gathered.clear()
+    gathered.count(LokiState, "seen", "reduced")
     replay.attend()
     cost = selector.cost(stream.layer_spec(), 201)
     appended = 2 * 2 * 64 * 4  # the current token's key, taken into the state
-    assert read == {
+    assert gathered == {
         "keys": group * cost.key_bytes + appended,
         "values": group * cost.value_bytes,
         "reduced": cost.metadata_bytes - replay.state.basis.numel() * 4,
