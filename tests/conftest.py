@@ -8,6 +8,8 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Kernels run in Triton's interpreter, on the CPU, where a test asks for the triton backend. Read when triton is loaded.
+os.environ["TRITON_INTERPRET"] = "1"
 
 # The demonstration model's copy lies with what pytest keeps between runs, one for each environment.
 # Set here, before huggingface_hub reads it.
@@ -20,12 +22,15 @@ from hypothesis import settings
 from jaxtyping import install_import_hook
 
 # Before anything imports them. Shape annotations cost nothing outside tests.
-CHECKED = ["sparsesel.kv", "sparsesel.rotary", "sparsesel.ops", "sparsesel.per_token"]
+CHECKED = ["sparsesel.kv", "sparsesel.rotary", "sparsesel.ops.reference", "sparsesel.per_token"]
 CHECKED += ["sparsesel.testing.inputs", "sparsesel.testing.tolerances"]
-# Of a plugin, all but what describes it: pydantic checks that, and has annotations that beartype cannot.
+# Of a plugin, all but what describes it, since pydantic checks that and has annotations that beartype cannot; and all
+# but its kernels, which are source code to Triton.
 PLUGINS = Path(__file__).parents[1] / "plugins"
 CHECKED += [
-    f"{path.parent.name}.{path.stem}" for path in PLUGINS.glob("*/[!_]*.py") if path.stem not in ("plugin", "config")
+    f"{path.parent.name}.{path.stem}"
+    for path in PLUGINS.glob("*/[!_]*.py")
+    if path.stem not in ("plugin", "config", "kernels")
 ]
 install_import_hook(CHECKED, "beartype.beartype")
 

@@ -1,0 +1,104 @@
+"""Compile recorded launches for a GPU that need not be there, and see what they would take of it.
+
+Triton brings its own compilers and disassemblers, so this works on a machine without any device. It does not work in a
+process in which Triton's interpreter is switched on, as functions are not compiled there at all.
+"""
+
+import importlib
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sparsesel.errors import InputError
+from sparsesel.ops.backend import interpreted
+from sparsesel.ops.launch import Launch
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one program of a compiled kernel takes.
+
+    Attributes:
+        registers: Per thread; on AMD devices vector registers.
+        spilled: Bytes per thread that did not fit into registers.
+        shared: Bytes of shared memory per program.
+        instructions: Machine instructions in the kernel.
+    """
+
+    registers: int
+    spilled: int
+    shared: int
+    instructions: int
+
+
+def compile_launch(launch: Launch, target: str) -> Resources:
+    """Compile one launch for `target`, a key of `TARGETS`.
+
+    Raises:
+        InputError: Triton's interpreter is switched on in this process.
+        triton.compiler.errors.CompilationError: The kernel does not compile.
+    """
+    if interpreted():
+        raise InputError(
+            "TRITON_INTERPRET",
+            expected="0, where kernels are to be compiled",
+            got="1",
+            remedy="Compile in a process without it.",
+        )
+    module, name = launch.kernel.split(":")
+    function = getattr(importlib.import_module(module), name)
+    names = [parameter for parameter, _ in launch.signature]
+    source = ASTSource(
+        fn=function,
+        signature=dict(launch.signature),
+        constexprs=dict(launch.constants),
+        attrs={(names.index(parameter),): [["tt.divisibility", 16]] for parameter in launch.aligned},
+    )
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=TARGETS[target], options=options)
+    measure = _of_amdgcn if TARGETS[target].backend == "hip" else _of_cubin
+    registers, spilled, instructions = measure(compiled)
+    return Resources(registers, spilled, compiled.metadata.shared, instructions)
+
+
+def _of_cubin(compiled: Any) -> tuple[int, int, int]:
+    # Beside a compiled kernel's PTX Triton keeps its cubin; its own disassembler tells what is in it.
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _run(tool, "--dump-resource-usage", file.name)
+        code = _run(tool, "--dump-sass", file.name)
+    used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return used["REG"], used["STACK"] + used["LOCAL"], len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE))
+
+
+def _of_amdgcn(compiled: Any) -> tuple[int, int, int]:
+    text = compiled.asm["amdgcn"]
+
+    def number(pattern: str) -> int:
+        found = re.search(pattern, text)
+        return int(found[1]) if found else 0
+
+    instructions = len(re.findall(r"^\t[a-z][a-z0-9_]+ ?", text, re.MULTILINE))
+    return number(r"\.vgpr_count:\s+(\d+)"), number(r"\.private_segment_fixed_size:\s+(\d+)"), instructions
+
+
+def _run(*command: object) -> str:
+    return subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True).stdout
