@@ -27,6 +27,7 @@ class KVView:
         uniform: Every sequence has exactly `max_length` tokens, so nothing needs a mask.
         starts: `[B]` int64 column of each sequence's position 0, or None where that is 0 for all.
         block_table: `[B, M]` int64 block of each logical block, or None when dense.
+        aligned: Every sequence ends at column `max_length`, so that all grow by as many tokens as it does.
     """
 
     keys: Float[Tensor, "B_or_N Hkv T_or_P D"]
@@ -36,6 +37,7 @@ class KVView:
     uniform: bool
     starts: Int[Tensor, " B"] | None = None
     block_table: Int[Tensor, "B M"] | None = None
+    aligned: bool = False
 
     @classmethod
     def dense(
@@ -44,28 +46,37 @@ class KVView:
         values: Float[Tensor, "B Hkv T Dv"],
         *,
         starts: Int[Tensor, " B"] | None = None,
+        lengths: Int[Tensor, " B"] | None = None,
     ) -> "KVView":
         """View keys and values that lie one row per sequence.
 
         Args:
             keys: Post-RoPE keys, the current token's included; any strides.
             values: Their values.
-            starts: Column of each sequence's first token in a left-padded batch, T where there is none yet;
-                every sequence ends at T.
+            starts: Column of each sequence's first token in a left-padded batch, T where there is none yet.
+            lengths: Visible tokens of each sequence, from its first one on, where T columns are room to grow; no more
+                than fit behind `starts`. They stay on the device and are not read here, so that a step captured in a
+                CUDA graph finds those of its replay. Without them every sequence ends at T.
 
         Raises:
             InputError: Shapes that do not belong together.
         """
         _check_pair(keys, values)
-        batch, _, length, _ = keys.shape
-        lengths = torch.full((batch,), length, dtype=torch.int64, device=keys.device)
+        batch, _, columns, _ = keys.shape
+        for name, given in (("starts", starts), ("lengths", lengths)):
+            if given is not None and given.shape != (batch,):
+                raise InputError(name, expected=f"shape ({batch},)", got=tuple(given.shape), remedy="One per row.")
+        aligned = lengths is None
         if starts is not None:
-            if starts.shape != (batch,):
-                raise InputError("starts", expected=f"shape ({batch},)", got=tuple(starts.shape), remedy="One per row.")
             starts = starts.to(device=keys.device, dtype=torch.int64)
-            lengths = lengths - starts
-            starts = starts.clamp_max(length - 1)  # a sequence without a token yet reads some existing column
-        return cls(keys, values, lengths, length, uniform=starts is None, starts=starts)
+        if lengths is not None:
+            lengths = lengths.to(device=keys.device, dtype=torch.int64)
+        else:
+            lengths = torch.full((batch,), columns, dtype=torch.int64, device=keys.device)
+            lengths = lengths if starts is None else lengths - starts
+        if starts is not None:
+            starts = starts.clamp_max(columns - 1)  # a sequence without a token yet reads some existing column
+        return cls(keys, values, lengths, columns, uniform=aligned and starts is None, starts=starts, aligned=aligned)
 
     @classmethod
     def paged(
@@ -169,7 +180,7 @@ class KVView:
         return self._gather(self.values, positions)
 
     def _logical(self, base: Tensor) -> Tensor:
-        if self.starts is None and self.block_table is None:
+        if self.uniform:
             return base[:, :, : self.max_length]
         positions = torch.arange(self.max_length, device=self.device).expand(self.batch_size, self.num_heads, -1)
         return self._gather(base, positions)

@@ -22,7 +22,8 @@ class PerTokenState(SelectorState):
 
     Attributes:
         indexed: `[B]` int64, positions below it are recorded.
-        reached: `max_length` of the view last recorded; None where rows have moved since, and it says nothing.
+        reached: `max_length` of the view last recorded; None where it says nothing, since rows have moved or do not
+            end there.
     """
 
     indexed: Int[Tensor, " B"]
@@ -30,7 +31,7 @@ class PerTokenState(SelectorState):
 
     def pending(self, kv: KVView) -> tuple[Int[Tensor, "B N"], Bool[Tensor, "B N"]]:
         """Positions from `indexed` on, as many as some sequence lacks, and which of them its own sequence lacks."""
-        if kv.device.type == "cpu" or self.reached is None or kv.block_table is not None:
+        if kv.device.type == "cpu" or self.reached is None or not kv.aligned:
             count = max(0, int((kv.lengths - self.indexed).max()))
         else:  # every sequence grows by the columns that are new, so the device need not be asked
             count = max(0, kv.max_length - self.reached)
@@ -40,7 +41,7 @@ class PerTokenState(SelectorState):
     def recorded(self, kv: KVView) -> None:
         """Note that everything in `kv` is recorded now."""
         self.indexed = torch.maximum(self.indexed, kv.lengths)
-        self.reached = kv.max_length
+        self.reached = kv.max_length if kv.aligned else None
 
     def reset(self) -> None:
         """Forget every sequence."""

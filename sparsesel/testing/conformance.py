@@ -42,6 +42,7 @@ BUDGETS = (8, 16, 32, 64, 128, 256, 512)
 LAYOUTS: dict[str, Layout] = {
     "contiguous": DenseLayout(spare=0),
     "dense channel-major": DenseLayout(channel_major=True),
+    "static": DenseLayout(static=True),
     "blocks of 1": PagedLayout(block_size=1),
     "blocks of 4": PagedLayout(block_size=4, seed=1),
     "blocks of 16, token-major": PagedLayout(block_size=16, order="token", seed=2),

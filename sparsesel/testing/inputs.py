@@ -249,23 +249,30 @@ class DenseLayout:
     Attributes:
         spare: Columns allocated past the last token; 0 makes keys contiguous.
         channel_major: Channels lie before tokens in memory.
+        static: The view shows the spare columns too, and where sequences end is known on their device alone.
     """
 
     spare: int = 5
     channel_major: bool = False
+    static: bool = False
 
     def __call__(self, key: Tensor, value: Tensor, starts: Tensor | None) -> KVView:
         """Lay them out."""
-        starts = None if starts is None else starts.clamp_max(key.shape[2])  # sequences that have not begun
-        return KVView.dense(self._laid(key), self._laid(value), starts=starts)
+        length = key.shape[2]
+        starts = None if starts is None else starts.clamp_max(length)  # sequences that have not begun
+        key, value = self._room(key), self._room(value)
+        if not self.static:
+            return KVView.dense(key[:, :, :length], value[:, :, :length], starts=starts)
+        begin = torch.zeros(key.shape[0], dtype=torch.int64) if starts is None else starts
+        return KVView.dense(key, value, starts=starts, lengths=length - begin)
 
-    def _laid(self, base: Tensor) -> Tensor:
+    def _room(self, base: Tensor) -> Tensor:
         length = base.shape[2]
         order = (0, 1, 3, 2) if self.channel_major else (0, 1, 2, 3)
         shape = [base.shape[0], base.shape[1], length + self.spare, base.shape[3]]
         room = base.new_full([shape[axis] for axis in order], float("nan")).permute(order)
         room[:, :, :length] = base
-        return room[:, :, :length]
+        return room
 
 
 @dataclass(frozen=True)

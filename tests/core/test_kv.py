@@ -130,11 +130,42 @@ def test_a_sequence_that_has_not_begun_has_no_token_and_reads_no_stray_memory():
     assert not view.visible()[1].any()
 
 
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_a_static_cache_shows_what_its_lengths_say(lengths):
+    stream = random_stream(6, lengths=lengths, head_dim=24)
+    view = DenseLayout(spare=9, static=True)(stream.key, stream.value, stream.starts)
+    grown = DenseLayout()(stream.key, stream.value, stream.starts)
+    assert view.max_length == stream.length + 9
+    assert view.lengths.tolist() == lengths
+    for pair, expected in zip(logical(view, lengths), logical(grown, lengths), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(pair, expected, strict=True))
+    assert view.logical_keys().isfinite().all()  # the room to grow holds NaN
+    assert torch.equal(view.visible()[:, : max(lengths)], grown.visible()[:, : max(lengths)])
+    assert not view.visible()[:, max(lengths) :].any()
+    assert view.drop_last(2).lengths.tolist() == [max(0, n - 2) for n in lengths]
+
+
+def test_a_static_caches_lengths_are_those_of_the_moment():
+    stream = random_stream(6, batch=2, length=30)
+    lengths = torch.tensor([4, 9])
+    view = KVView.dense(stream.key, stream.value, lengths=lengths)
+    lengths += 3
+    assert view.lengths.tolist() == [7, 12]
+    assert view.visible().sum(-1).tolist() == [7, 12]
+
+
 def test_only_a_dense_batch_without_padding_is_uniform():
     stream = random_stream(7, batch=2, length=9)
-    assert DenseLayout()(stream.key, stream.value, None).uniform
-    assert not DenseLayout()(stream.key, stream.value, torch.tensor([0, 3])).uniform
-    assert not PagedLayout()(stream.key, stream.value, None).uniform
+    starts = torch.tensor([0, 3])
+    views = {
+        "dense": (DenseLayout()(stream.key, stream.value, None), True, True),
+        "padded": (DenseLayout()(stream.key, stream.value, starts), False, True),
+        "static": (DenseLayout(static=True)(stream.key, stream.value, None), False, False),
+        "paged": (PagedLayout()(stream.key, stream.value, None), False, False),
+    }
+    for view, uniform, aligned in views.values():
+        assert (view.uniform, view.aligned) == (uniform, aligned)
+        assert (view.drop_last(2).uniform, view.drop_last(2).aligned) == (uniform, aligned)
 
 
 def test_a_view_cannot_be_changed():
@@ -159,22 +190,24 @@ TABLE = torch.zeros(2, 4, dtype=torch.int64)
 
 @pytest.mark.usefixtures("unchecked_annotations")
 @pytest.mark.parametrize(
-    ("keys", "values", "starts", "field"),
+    ("keys", "values", "rows", "field"),
     [
-        (KEYS[0], KEYS[0], None, "keys, values"),
-        (KEYS, KEYS[:, :, :7], None, "keys, values"),
-        (KEYS, KEYS[:, :1], None, "keys, values"),
-        (KEYS, KEYS[:1], None, "keys, values"),
-        (KEYS, KEYS[..., 0], None, "keys, values"),
-        (KEYS, KEYS.bfloat16(), None, "keys, values"),
-        (KEYS, KEYS.to("meta"), None, "keys, values"),
-        (KEYS, KEYS, torch.zeros(3, dtype=torch.int64), "starts"),
-        (KEYS, KEYS, torch.zeros(2, 1, dtype=torch.int64), "starts"),
+        (KEYS[0], KEYS[0], {}, "keys, values"),
+        (KEYS, KEYS[:, :, :7], {}, "keys, values"),
+        (KEYS, KEYS[:, :1], {}, "keys, values"),
+        (KEYS, KEYS[:1], {}, "keys, values"),
+        (KEYS, KEYS[..., 0], {}, "keys, values"),
+        (KEYS, KEYS.bfloat16(), {}, "keys, values"),
+        (KEYS, KEYS.to("meta"), {}, "keys, values"),
+        (KEYS, KEYS, {"starts": torch.zeros(3, dtype=torch.int64)}, "starts"),
+        (KEYS, KEYS, {"starts": torch.zeros(2, 1, dtype=torch.int64)}, "starts"),
+        (KEYS, KEYS, {"lengths": torch.ones(3, dtype=torch.int64)}, "lengths"),
+        (KEYS, KEYS, {"lengths": torch.ones(2, 1, dtype=torch.int64)}, "lengths"),
     ],
 )
-def test_dense_refuses_what_does_not_belong_together(keys, values, starts, field):
+def test_dense_refuses_what_does_not_belong_together(keys, values, rows, field):
     with pytest.raises(InputError) as error:
-        KVView.dense(keys, values, starts=starts)
+        KVView.dense(keys, values, **rows)
     assert error.value.field == field
 
 
