@@ -30,6 +30,7 @@ TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float64: "fp64",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.bool: "i1",
@@ -154,6 +155,28 @@ def query_arguments(query: Tensor, kv: KVView) -> dict[str, Any]:
         "DIM": dim,
         "BLOCK_G": BLOCK_G,
         "BLOCK_D": triton.next_power_of_2(dim),
+    }
+
+
+def index_arguments(indices: Tensor, query: Tensor, kv: KVView) -> dict[str, Any]:
+    """Chosen positions `[B, H, K]` of `query` or scores `[B, Hq, …]` as the parameters that kernels take them by.
+
+    `p_index, s_ib, s_ih, s_in` (strides of row, head of a program, slot), `G` (query heads that a program serves: one
+    where each has positions of its own, else those of a key-value head), `GROUP` (query heads of a key-value head),
+    `BLOCK_G` (1 where G is). Hq / G programs read key-value head `i_h * G // GROUP`.
+    """
+    num_heads, sets = query.shape[1], indices.shape[1]
+    group = num_heads // kv.num_heads
+    served = group if sets <= kv.num_heads else 1
+    row, head, slot = indices.stride()
+    return {
+        "p_index": indices,
+        "s_ib": row,
+        "s_ih": head if sets > 1 else 0,
+        "s_in": slot,
+        "G": served,
+        "GROUP": group,
+        "BLOCK_G": 1 if served == 1 else BLOCK_G,
     }
 
 

@@ -88,12 +88,17 @@ def load_group(
 
 @triton.jit
 def products(b_q, b_k):
-    """`[G, N]` float32 products of queries `[G, D]` and keys `[N, D]`, exact but for the order of summation."""
-    if b_q.dtype != b_k.dtype:
-        b_k = b_k.to(b_q.dtype)
-    if INTERPRETED:
+    """`[G, N]` float32 products of queries `[G, D]` and keys `[N, D]`, exact but for the order of summation.
+
+    One query is multiplied channel by channel: it would fill a sixteenth of a tensor core's tile.
+    """
+    if b_q.dtype != b_k.dtype or INTERPRETED or b_q.shape[0] == 1:
         b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
-    return tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    if b_q.shape[0] == 1:
+        out = tl.sum(b_q * b_k, axis=1)[None, :]
+    else:
+        out = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    return out
 
 
 @triton.jit
@@ -111,9 +116,11 @@ def weighed(b_p, b_v):
     """`[G, D]` float32 sum of values `[N, D]`, each weighed by `[G, N]` float32.
 
     On 16-bit values a weight is taken as the sum of two 16-bit numbers: tensor cores multiply both, and what is lost
-    is below the rounding of a 16-bit output by as much again.
+    is below the rounding of a 16-bit output by as much again. A single weight for each value is multiplied as it is.
     """
-    if b_v.dtype == tl.float32 or INTERPRETED:
+    if b_p.shape[0] == 1:
+        out = tl.sum(tl.trans(b_p) * b_v.to(tl.float32), axis=0)[None, :]
+    elif b_v.dtype == tl.float32 or INTERPRETED:
         out = tl.dot(b_p, b_v.to(tl.float32), input_precision="ieee")
     else:
         b_high = b_p.to(b_v.dtype)

@@ -22,9 +22,12 @@ _LEAST_KEYS = 256
 _MOST = 128
 
 
-def num_splits(programs: int, keys: int) -> int:
-    """Parts for attention that has `programs` programs (rows × heads) per part, over up to `keys` keys."""
-    return max(1, min(-(-_PROGRAMS // programs), -(-keys // _LEAST_KEYS), _MOST))
+def num_splits(programs: int, keys: int, *, least: int = _LEAST_KEYS) -> int:
+    """Parts for attention that has `programs` programs (rows × heads) per part, over up to `keys` keys.
+
+    A part has `least` keys or more, but for the last one.
+    """
+    return max(1, min(-(-_PROGRAMS // programs), -(-keys // least), _MOST))
 
 
 @triton.jit
