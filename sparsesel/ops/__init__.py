@@ -6,6 +6,8 @@ module of the op's name, and loaded when first needed.
 
 import functools
 import importlib
+import sys
+import types
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -45,3 +47,14 @@ __all__ = [
     "sparse_attention",
     "topk_indices",
 ]
+
+
+class _Operations(types.ModuleType):
+    """This package. Importing a module binds it here by its name, where the operation of that name must stay."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in __all__ and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Operations
