@@ -20,6 +20,9 @@ _ROUND = 64  # tokens; capacities are multiples of it
 class PerTokenState(SelectorState):
     """Base of such a state. At each step: `pending`, record those positions, `recorded`.
 
+    Kernels need no `pending`: they read `indexed` and the lengths themselves. Tensors are changed in place wherever
+    their shape stays the same, so that a step captured in a CUDA graph finds them where they were.
+
     Attributes:
         indexed: `[B]` int64, positions below it are recorded.
         reached: `max_length` of the view last recorded; None where it says nothing, since rows have moved or do not
@@ -38,19 +41,24 @@ class PerTokenState(SelectorState):
         positions = self.indexed[:, None] + torch.arange(count, device=self.indexed.device)
         return positions, positions < kv.lengths[:, None]
 
+    def lacking(self, kv: KVView) -> int:
+        """About how many tokens a sequence lacks: for the size of a launch that copes with any number. Never waits."""
+        known = self.reached if kv.aligned else None
+        return max(1, kv.max_length - (known or 0))
+
     def recorded(self, kv: KVView) -> None:
         """Note that everything in `kv` is recorded now."""
-        self.indexed = torch.maximum(self.indexed, kv.lengths)
+        torch.maximum(self.indexed, kv.lengths, out=self.indexed)
         self.reached = kv.max_length if kv.aligned else None
 
     def reset(self) -> None:
         """Forget every sequence."""
-        self.indexed = torch.zeros_like(self.indexed)
+        self.indexed.zero_()
         self.reached = 0
 
     def crop(self, lengths: Int[Tensor, " B"]) -> None:
         """Forget the records at positions ≥ `lengths`."""
-        self.indexed = torch.minimum(self.indexed, lengths.to(self.indexed.device))
+        torch.minimum(self.indexed, lengths.to(self.indexed.device), out=self.indexed)
         self.reached = None
 
     def reorder(self, index: Int[Tensor, " B"]) -> None:
