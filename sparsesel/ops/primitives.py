@@ -163,40 +163,92 @@ def unordered(b_key):
 
 @triton.jit
 def kth_key(p_scores, count, k, BLOCK: tl.constexpr):
-    """The k-th largest of `count` float32 scores in memory, whatever they are: radix selection, 8 bits at a time.
+    """Where the k largest of `count` float32 scores in memory end: radix selection, 8 bits of `ordered` at a time.
 
     Args:
-        p_scores: The scores, adjacent.
+        p_scores: The scores, adjacent, whatever they are.
         count: How many; at least k.
         k: At least 1.
         BLOCK: Scores looked at in one go; any number of them is gone through.
 
     Returns:
-        Its `ordered` key, and how many of the scores equal to it are among the k largest.
+        A threshold and a number of ties: the k largest are the scores whose key lies above the threshold, and the first
+        so many of those at it. That is the k-th largest key, or a lower one as soon as that is enough.
     """
     o = tl.arange(0, BLOCK)
     o_bin = tl.arange(0, 256)
     prefix = 0  # the key's leading bits, sign-extended
+    threshold = 0
     left = k  # of the scores that share them, how many are among the largest
+    shared = left + 1  # how many share them; where all of these are, no further bit matters
     for step in tl.static_range(4):
-        b_hist = tl.zeros([256], dtype=tl.int32)
-        for at in range(0, count, BLOCK):
-            b_key = ordered(tl.load(p_scores + at + o, mask=at + o < count, other=0.0))
-            m = at + o < count
+        if shared > left:
+            b_hist = tl.zeros([256], dtype=tl.int32)
+            for at in range(0, count, BLOCK):
+                m = at + o < count
+                b_key = ordered(tl.load(p_scores + at + o, mask=m, other=0.0))
+                if step == 0:
+                    b_digit = (b_key >> 24) + 128  # the sign is in the first digit
+                else:
+                    m = m & ((b_key >> (32 - 8 * step)) == prefix)
+                    b_digit = (b_key >> (24 - 8 * step)) & 255
+                b_hist += tl.histogram(b_digit, 256, mask=m)
+            b_least = tl.cumsum(b_hist, axis=0, reverse=True)  # scores with this digit or a larger one
+            digit = tl.sum((b_least >= left).to(tl.int32)) - 1
+            left -= tl.sum(tl.where(o_bin > digit, b_hist, 0))
+            shared = tl.sum(tl.where(o_bin == digit, b_hist, 0))
             if step == 0:
-                b_digit = (b_key >> 24) + 128  # the sign is in the first digit
+                prefix = digit - 128
             else:
-                m = m & ((b_key >> (32 - 8 * step)) == prefix)
-                b_digit = (b_key >> (24 - 8 * step)) & 255
-            b_hist += tl.histogram(b_digit, 256, mask=m)
-        b_least = tl.cumsum(b_hist, axis=0, reverse=True)  # scores with this digit or a larger one
-        digit = tl.sum((b_least >= left).to(tl.int32)) - 1
-        left -= tl.sum(tl.where(o_bin > digit, b_hist, 0))
-        if step == 0:
-            prefix = digit - 128
+                prefix = (prefix << 8) | digit
+            threshold = prefix << (24 - 8 * step)
+    return threshold, left
+
+
+@triton.jit
+def keep_above(p_scores, p_ids, count, threshold, ties, p_out_ids, p_out_scores, BLOCK: tl.constexpr):
+    """The scores above a threshold and the first `ties` at it, in the order in which they lie.
+
+    Args:
+        p_scores: float32 scores, adjacent.
+        p_ids: int32 what each belongs to; None for its own place.
+        count: How many there are; may be 0.
+        threshold: An `ordered` key.
+        ties: How many at it are kept.
+        p_out_ids: The ids kept, adjacent.
+        p_out_scores: Their scores, or None.
+        BLOCK: Scores looked at in one go, at most 2^14.
+
+    Returns:
+        How many were kept, and the largest score (NaN counted as -inf).
+    """
+    o = tl.arange(0, BLOCK)
+    kept = 0
+    b_best = tl.full([BLOCK], float("-inf"), tl.float32)
+    for at in range(0, count, BLOCK):
+        m = at + o < count
+        b_s = tl.load(p_scores + at + o, mask=m, other=float("-inf"))
+        b_key = ordered(b_s)
+        m_above, m_tie = m & (b_key > threshold), m & (b_key == threshold)
+        # Both are counted in one number, ties in its upper half.
+        b_count = m_above.to(tl.int32) + (m_tie.to(tl.int32) << 16)
+        b_sums = tl.cumsum(b_count, axis=0)
+        b_ties = tl.minimum(b_sums >> 16, ties)  # kept up to here
+        m_keep = m_above | (m_tie & (b_sums >> 16 <= ties))
+        o_out = kept + (b_sums & 0xFFFF) + b_ties - 1
+        if p_ids is not None:
+            b_id = tl.load(p_ids + at + o, mask=m, other=-1)
         else:
-            prefix = (prefix << 8) | digit
-    return prefix, left
+            b_id = at + o
+        tl.store(p_out_ids + o_out, b_id, mask=m_keep)
+        if p_out_scores is not None:
+            tl.store(p_out_scores + o_out, b_s, mask=m_keep)
+        b_best = tl.maximum(b_best, tl.where(m_keep, unordered(b_key), float("-inf")))
+        total = tl.sum(b_count)
+        tied = tl.minimum(total >> 16, ties)
+        kept += (total & 0xFFFF) + tied
+        ties -= tied
+    return kept, tl.max(b_best, axis=0)
 
 
 @triton.jit
@@ -210,38 +262,18 @@ def keep_largest(p_scores, p_ids, count, k, p_out_ids, p_out_scores, BLOCK: tl.c
         k: How many are kept; all where it is no less than `count`.
         p_out_ids: The ids kept, adjacent.
         p_out_scores: Their scores, or None.
-        BLOCK: Scores looked at in one go.
+        BLOCK: Scores looked at in one go, at most 2^14.
 
     Returns:
         How many were kept, and the largest score (NaN counted as -inf).
     """
-    o = tl.arange(0, BLOCK)
     k = tl.minimum(k, count)
-    threshold, ties = -2147483648, count
-    if k > 0 and k < count:
+    threshold, ties = -2147483648, count  # below every key
+    if k <= 0:
+        count = 0
+    elif k < count:
         threshold, ties = kth_key(p_scores, count, k, BLOCK)
-    kept, tied = 0, 0
-    best = float("-inf")
-    if k > 0:
-        for at in range(0, count, BLOCK):
-            m = at + o < count
-            b_s = tl.load(p_scores + at + o, mask=m, other=float("-inf"))
-            b_key = ordered(b_s)
-            b_tie = (m & (b_key == threshold)).to(tl.int32)
-            m_keep = m & ((b_key > threshold) | ((b_tie > 0) & (tl.cumsum(b_tie, axis=0) + tied <= ties)))
-            b_keep = m_keep.to(tl.int32)
-            o_out = kept + tl.cumsum(b_keep, axis=0) - 1
-            if p_ids is not None:
-                b_id = tl.load(p_ids + at + o, mask=m, other=-1)
-            else:
-                b_id = at + o
-            tl.store(p_out_ids + o_out, b_id, mask=m_keep)
-            if p_out_scores is not None:
-                tl.store(p_out_scores + o_out, b_s, mask=m_keep)
-            best = tl.maximum(best, tl.max(tl.where(m_keep, unordered(b_key), float("-inf")), axis=0))
-            kept += tl.sum(b_keep)
-            tied += tl.sum(b_tie)
-    return kept, best
+    return keep_above(p_scores, p_ids, count, threshold, ties, p_out_ids, p_out_scores, BLOCK)
 
 
 @triton.jit
