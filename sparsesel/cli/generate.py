@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
 
 def generate(
-    selector: Annotated[
-        str, typer.Option("--selector", help="name, name:preset or a config file, then optional ,field=value")
+    selectors: Annotated[
+        list[str],
+        typer.Option(
+            "--selector", metavar="SELECTOR", help="name, name:preset or a config file, then optional ,field=value"
+        ),
     ],
     model: Annotated[
         str, typer.Option("--model", help="smollm2-135m (offline), a local folder or a Hub id.")
@@ -35,7 +38,14 @@ def generate(
     online: Annotated[bool, typer.Option("--online", help="Allow a download from the Hub.")] = False,
 ) -> None:
     """Continue a prompt greedily, streaming the text, then print one line of statistics."""
-    ((_, config),) = resolve_selectors([selector], sets or []).items()
+    if len(selectors) > 1:
+        raise InputError(
+            "--selector",
+            expected="one selector",
+            got=", ".join(selectors),
+            remedy="Name one; `sparsesel eval perplexity` compares several.",
+        )
+    ((_, config),) = resolve_selectors(selectors, sets or []).items()
     text = _read_prompt(prompt, prompt_file)
 
     from sparsesel.hf.models import load_model, load_tokenizer, resolve

@@ -1,12 +1,14 @@
 """`sparsesel list`: which selectors are installed, and what each is."""
 
+import importlib.util
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from sparsesel.cli.console import out, print_json, safe
-from sparsesel.registry import registry
+from sparsesel.errors import BrokenPluginError
+from sparsesel.registry import Broken, Registered, Registry, registry
 
 
 def list_selectors(
@@ -16,6 +18,7 @@ def list_selectors(
 
     A plugin that cannot be used is listed with its error.
     """
+    usable, unusable = checked(registry())
     selectors = [
         {
             "name": name,
@@ -24,11 +27,10 @@ def list_selectors(
             "distribution": found.distribution,
             "version": found.version,
         }
-        for name, found in registry().selectors.items()
+        for name, found in usable.items()
     ]
     broken = [
-        {"name": b.name, "distribution": b.distribution, "version": b.version, "error": b.error}
-        for b in registry().broken
+        {"name": b.name, "distribution": b.distribution, "version": b.version, "error": b.error} for b in unusable
     ]
     if as_json:
         print_json({"selectors": selectors, "broken": broken})
@@ -47,3 +49,40 @@ def list_selectors(
             style="red",
             soft_wrap=True,
         )
+
+
+def checked(found: Registry) -> tuple[dict[str, Registered], list[Broken]]:
+    """The selectors that can be used, as far as that is known without torch, and what cannot be, with the reason."""
+    problems = {name: _problem(found, name) for name in found.selectors}
+    usable = {name: one for name, one in found.selectors.items() if not problems[name]}
+    broken = [
+        Broken(name, one.distribution, one.version, problems[name])
+        for name, one in found.selectors.items()
+        if problems[name]
+    ]
+    return usable, found.broken + broken
+
+
+def _problem(found: Registry, name: str) -> str:
+    """What is wrong with a plugin's configuration, presets or the place of its factory, empty if nothing is."""
+    try:
+        found.config_class(name)
+        found.presets(name)
+    except BrokenPluginError as error:
+        return f"expected {error.expected}, got {error.got}"
+    plugin = found.get(name).plugin
+    for field in ("factory", "calibrate"):
+        target: str = getattr(plugin, field)
+        if target and not _is_there(target.partition(":")[0]):
+            return f"expected `{field}` {target!r} to import, got no such module"
+    return ""
+
+
+def _is_there(module: str) -> bool:
+    """Whether a module is installed; it is not run, since those of factories load torch."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # its package does not import, and a third party's can raise anything
+        return False

@@ -20,8 +20,8 @@ def resolve_selectors(specs: Sequence[str], sets: Sequence[str] | Mapping[str, A
         The configuration of each spec, in the order given; of a file by layers, one for each of its ranges.
 
     Raises:
-        InputError: No selector, one named twice, one that does not exist or does not validate, or a pair in
-            `sets` whose field none of them has.
+        InputError: No selector, one named twice or in two ways, one that does not exist or does not validate, or a
+            pair in `sets` whose field none of them has.
     """
     if not specs:
         raise InputError(
@@ -44,7 +44,16 @@ def resolve_selectors(specs: Sequence[str], sets: Sequence[str] | Mapping[str, A
     for key in overrides:
         if not any(key in known for known in fields.values()):
             raise unknown_name("--set", key, set().union(*fields.values()), what="field")
-    return {
-        spec: registry().resolve(spec, {key: value for key, value in overrides.items() if key in known})
-        for spec, known in fields.items()
-    }
+    resolved: dict[str, AnyConfig] = {}
+    for spec, known in fields.items():
+        config = registry().resolve(spec, {key: value for key, value in overrides.items() if key in known})
+        for other, earlier in resolved.items():
+            if config == earlier:
+                raise InputError(
+                    "--selector",
+                    expected="each configuration once",
+                    got=f"{other!r} and {spec!r}, which are the same: {config}",
+                    remedy="Leave one of them out.",
+                )
+        resolved[spec] = config
+    return resolved

@@ -4,42 +4,20 @@ Texts are read, hashed and tokenised in pieces, and each window of tokens has a 
 the window, not on the length of the text.
 """
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparsesel.config import SelectorConfig, reading_text
+from sparsesel.config import SelectorConfig
+from sparsesel.eval.texts import pieces
 from sparsesel.hf.inject import sparsify
 from sparsesel.kv import KVView
 from sparsesel.selector import Calibrator, LayerSpec, SelectorState, StepCost
-
-_PIECE = 1 << 14  # characters read at a time
-
-
-def text_sha256(path: str) -> bytes:
-    """SHA-256 of a text's characters as UTF-8, for which all of it is read once.
-
-    Raises:
-        InputError: The file is missing, unreadable, empty, not UTF-8, or a pipe or device: texts are read repeatedly.
-    """
-    digest, empty = hashlib.sha256(), True
-    with reading_text(path, where="text"):
-        file = Path(path)
-        if file.exists() and not (file.is_file() or file.is_dir()):
-            raise ValueError("a pipe or device, which cannot be read repeatedly")
-        for piece in _pieces(path):
-            digest.update(piece.encode())
-            empty = empty and not piece.strip()
-        if empty:
-            raise ValueError("an empty file")
-    return digest.digest()
 
 
 def token_windows(
@@ -143,16 +121,10 @@ def _prefix(tokenizer: Any) -> list[int]:
     return []
 
 
-def _pieces(path: str) -> Iterator[str]:
-    with Path(path).open(encoding="utf-8") as file:
-        while piece := file.read(_PIECE):
-            yield piece
-
-
 def _words(path: str) -> Iterator[str]:
     """Pieces cut before white space, so that no word is, where there is any."""
     rest = ""
-    for piece in _pieces(path):
+    for piece in pieces(path):
         text = rest + piece
         cut = max(text.rfind(" "), text.rfind("\n"))
         cut = cut if cut > 0 else len(text)

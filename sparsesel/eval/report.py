@@ -1,6 +1,7 @@
-"""The table at the end of a run, computed from its result lines alone."""
+"""The tables at the end of a run, computed from its result lines alone."""
 
 import math
+import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,20 +15,6 @@ REFERENCES = ("full", "exact_topk")
 """Selectors that others are compared with; their rows stand apart."""
 
 Line = Mapping[str, Any]
-
-# Narrow, so that a usual table fits into 80 columns.
-_HEADINGS = [
-    "PPL",
-    "÷exact",
-    "÷full",
-    "exact",
-    "reuse",
-    "fall-\nback",
-    "re-\nfresh",
-    "candi-\ndates",
-    "dens-\nity",
-    "ms per\nstep",
-]
 
 
 @dataclass
@@ -95,40 +82,93 @@ def reference_of(row: Row, rows: Iterable[Row], name: str) -> Row | None:
     return fitting[0] if len(fitting) == 1 else None
 
 
-def perplexity_tables(lines: Sequence[Line]) -> list[Table]:
-    """One table for each context: perplexity, ratios, path shares, cost."""
-    return [_table(context, rows) for context, rows in rows_by_context(lines).items()]
+def perplexity_report(lines: Sequence[Line], *, width: int = 80) -> list[Table | Text]:
+    """What was measured, one table for each context (perplexity, ratios, path shares, cost), and what its columns say.
+
+    Args:
+        lines: Of one folder.
+        width: Columns of the terminal; on a narrow one each table comes in two parts.
+    """
+    if not lines:
+        return []
+    parts: list[Table | Text] = [Text(_about(lines))]
+    for context, rows in rows_by_context(lines).items():
+        parts += _tables(context, rows, width)
+    return [*parts, Text(_columns_explained(lines), "dim")]
 
 
-def _table(context: int, rows: Sequence[Row]) -> Table:
+_NARROW = 80  # columns that a table of usual numbers and names takes
+
+
+def _tables(context: int, rows: Sequence[Row], width: int) -> list[Table]:
+    exact, full = ([reference_of(row, rows, name) for row in rows] for name in ("exact_topk", "full"))
     documents = max(len(row.lines) for row in rows)
     scored = next(iter(rows[0].lines.values()))["metrics"]["tokens"]
-    table = Table(
-        title=f"Perplexity, context {context}: {documents} document{'s' * (documents > 1)}, "
-        f"last {scored} tokens of each; shares in %",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        show_edge=False,
+    title = (
+        f"Perplexity, context {context}: {documents} document{'s' * (documents > 1)}, "
+        f"last {scored} tokens of each; shares in %"
     )
+    quality = {
+        "PPL": [_number(row.perplexity, 3) for row in rows],
+        "÷exact": [_number(row.ratio(reference), 4) for row, reference in zip(rows, exact, strict=True)],
+        "÷full": [_number(row.ratio(reference), 4) for row, reference in zip(rows, full, strict=True)],
+    }
+    if any(len(row.lines) != documents for row in rows):
+        quality = {"docs": [str(len(row.lines)) for row in rows], **quality}
+    paths = {
+        "exact": [_percent(row.mean("exact_share")) for row in rows],
+        "reuse": [_percent(row.mean("reuse_share")) for row in rows],
+        "fall-\nback": [_percent(row.mean("fallback_share")) for row in rows],
+        "re-\nfresh": [_percent(row.mean("refresh_share")) for row in rows],
+        "candi-\ndates": [_number(row.candidates, 1) for row in rows],
+    }
+    work = {
+        "dens-\nity": [_percent(row.mean("density")) for row in rows],
+        "ms per\nstep": [_number(row.mean("ms_per_step"), 1) for row in rows],
+    }
+    if width < _NARROW:
+        return [_table(rows, quality | work, title), _table(rows, paths, "")]
+    return [_table(rows, quality | paths | work, title)]
+
+
+def _table(rows: Sequence[Row], columns: Mapping[str, Sequence[str]], title: str) -> Table:
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("selector", overflow="fold")
-    uneven = any(len(row.lines) != documents for row in rows)
-    for heading in (["docs"] if uneven else []) + _HEADINGS:
+    for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
-    for index, row in enumerate(rows):
+    for index, (row, *cells) in enumerate(zip(rows, *columns.values(), strict=True)):
         if index and _rank(row) != _rank(rows[index - 1]):
             table.add_section()
-        cells = [
-            _number(row.perplexity, 3),
-            _number(row.ratio(reference_of(row, rows, "exact_topk")), 4),
-            _number(row.ratio(reference_of(row, rows, "full")), 4),
-            *(_percent(row.mean(f"{path}_share")) for path in ("exact", "reuse", "fallback", "refresh")),
-            _number(row.candidates, 1),
-            _percent(row.mean("density")),
-            _number(row.mean("ms_per_step"), 1),
-        ]
-        table.add_row(Text(row.selector), *([str(len(row.lines))] if uneven else []), *cells)
+        table.add_row(Text(_printable(row.selector)), *cells)
     return table
+
+
+def _about(lines: Sequence[Line]) -> str:
+    """Model, text and budget of the results."""
+    models = dict.fromkeys(str(line["provenance"].get("model", "?")).rsplit("@", 1)[0] for line in lines)
+    texts = dict.fromkeys(
+        os.path.basename(str(line["provenance"].get("parameters", {}).get("text", "?"))) for line in lines
+    )
+    budgets = dict.fromkeys(str(budget) for line in lines if (budget := _budget(line["config"])) is not None)
+    named = list(texts) if len(texts) <= 3 else [f"{len(texts)} files"]
+    about = f"Model {', '.join(models)}; text {', '.join(named)}; topk {' and '.join(budgets) or 'not set'}"
+    return _printable(about)
+
+
+def _columns_explained(lines: Sequence[Line]) -> str:
+    places = dict.fromkeys(
+        f"{line['provenance'].get('backend', '?')} on {line['provenance'].get('device', '?')}" for line in lines
+    )
+    eager = any(place.startswith("eager") for place in places)
+    return (
+        "exact to refresh: % of steps that took this path; candidates: keys scored in a reuse step; density: % of keys "
+        f"attended; ms per step: {', '.join(places)}{', no measure of speed' * eager}."
+    )
+
+
+def _printable(text: str) -> str:
+    """`text` with what could drive a terminal written as its escape: files may have any name."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def _rank(row: Row) -> int:

@@ -154,12 +154,29 @@ class ResultStore:
         try:
             yield
         except OSError as error:
-            raise InputError(
-                "out",
-                expected="a folder that can be written",
-                got=f"{self.folder}: {error.strerror or error}",
-                remedy="Choose another folder, or make room and run the command again: what was measured is kept.",
-            ) from error
+            raise _unwritable(self.folder, error.strerror or str(error)) from error
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that could not be written, without making it.
+
+    Raises:
+        InputError: It, or the nearest folder above it that is there, is none or may not be written.
+    """
+    nearest = next((path for path in (folder, *folder.absolute().parents) if os.path.exists(path)), Path("/"))
+    if not os.path.isdir(nearest):
+        raise _unwritable(folder, f"{nearest} is not a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise _unwritable(folder, f"{nearest} may not be written")
+
+
+def _unwritable(folder: Path, problem: str) -> InputError:
+    return InputError(
+        "out",
+        expected="a folder that can be written",
+        got=f"{folder}: {problem}",
+        remedy="Choose another folder, or make room and run the command again: what was measured is kept.",
+    )
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:

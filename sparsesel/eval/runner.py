@@ -3,15 +3,15 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from sparsesel.config import AnyConfig, LayeredConfig, RunConfig
+from sparsesel.config import AnyConfig, LayeredConfig, RunConfig, SelectorConfig
 from sparsesel.errors import InputError
 from sparsesel.eval import provenance
-from sparsesel.eval.results import Point, ResultStore, check_same, point_of
+from sparsesel.eval.results import Point, ResultStore, check_folder, check_same, point_of
 from sparsesel.eval.texts import Window, cut_windows, load_texts, place_of, texts_sha256
 from sparsesel.hf.models import default_device, load_model, load_tokenizer, quiet, resolve
 from sparsesel.registry import registry
@@ -65,7 +65,11 @@ class Run:
     def __init__(
         self, config: RunConfig, selectors: Mapping[str, AnyConfig], out: Path, *, online: bool = False
     ) -> None:
+        # First what can be refused without loading transformers, which takes seconds.
+        self._texts = load_texts(config.texts, config.skip_chars)
+        check_folder(out)
         self._source = resolve(config.model, online=online)
+        self._calibrations = {spec: _calibration_sha256(one) for spec, one in selectors.items()}
         self._size = max(config.contexts)
         limit = self._source.max_length
         if limit is not None and self._size > limit:
@@ -77,7 +81,6 @@ class Run:
             )
         for one in selectors.values():
             self._source.check_selector(one)
-        self._texts = load_texts(config.texts, config.skip_chars)
         self._data = texts_sha256(self._texts)
         self._selectors = dict(selectors)
         self._device = default_device()
@@ -218,6 +221,8 @@ class Run:
         }
         if point.selector in self._selectors:
             expected["config"] = self._selectors[point.selector].model_dump(mode="json")
+            if calibration := self._calibrations[point.selector]:
+                expected["provenance.calibration_sha256"] = calibration
         # A longer largest context, or another number of files, moves the windows.
         parameters = self._parameters(point.document)
         expected["provenance.parameters.file"] = parameters["file"]
@@ -239,6 +244,7 @@ class Run:
             "dtype": self._dtype,
             "parameters": parameters,
             "data_sha256": self._data,
+            "calibration_sha256": self._calibrations[point.selector],
             "prompt_sha256": hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
             "bos_count": tokens.count(bos) if bos is not None else 0,
             "truncation": "none",
@@ -252,6 +258,21 @@ class Run:
 
 def _origins(config: AnyConfig) -> str:
     """Distributions and versions that a configuration's selectors come from."""
-    configs = config.layers.values() if isinstance(config, LayeredConfig) else [config]
-    plugins = [registry().get(one.name) for one in configs]
+    plugins = [registry().get(one.name) for one in _configs(config)]
     return ", ".join(dict.fromkeys(f"{plugin.distribution} {plugin.version}" for plugin in plugins))
+
+
+def _calibration_sha256(config: AnyConfig) -> str:
+    """SHA-256 of the calibration files that a configuration's selectors read, empty if they read none.
+
+    By convention the field `calibration` of a selector that can be calibrated names the file, or says how to do
+    without one.
+    """
+    calibrated = [one for one in _configs(config) if registry().get(one.name).plugin.calibrate]
+    paths = [Path(str(getattr(one, "calibration", ""))) for one in calibrated]
+    return ", ".join(dict.fromkeys(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()))
+
+
+def _configs(config: AnyConfig) -> Sequence[SelectorConfig]:
+    """One configuration, or that of each range of layers."""
+    return list(config.layers.values()) if isinstance(config, LayeredConfig) else [config]

@@ -5,15 +5,17 @@ without overlap. A smaller context is the first tokens of the same window.
 """
 
 import hashlib
+import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsesel.config import read_text
+from sparsesel.config import read_text, reading_text
 from sparsesel.errors import InputError
 
+_PIECE = 1 << 14  # characters read at a time
 _CHARS_PER_TOKEN = 6  # a first guess at how much text is enough; doubled until it is
 _MARGIN = 256  # tokens that must follow a window in a prefix, so that the cut cannot have changed it
 
@@ -43,9 +45,10 @@ def load_texts(paths: Sequence[str], skip_chars: int) -> list[Text]:
         skip_chars: Characters to leave out at the beginning of each.
 
     Raises:
-        InputError: A file is missing, empty, not UTF-8, or not longer than what is to be skipped.
+        InputError: A file is missing, empty, not UTF-8, named twice, or not longer than what is to be skipped.
     """
     texts = [Text(path, read_text(Path(path), where="text")) for path in paths] or [default_text()]
+    refuse_repeated(paths)
     for text in texts:
         if not text.content[skip_chars:].strip():
             raise InputError(
@@ -57,12 +60,54 @@ def load_texts(paths: Sequence[str], skip_chars: int) -> list[Text]:
     return [Text(text.name, text.content[skip_chars:]) for text in texts]
 
 
+def refuse_repeated(paths: Sequence[str]) -> None:
+    """Refuse one file named twice: it would count twice without adding anything.
+
+    Raises:
+        InputError: The first such, as it was named both times.
+    """
+    known: dict[str, str] = {}
+    for path in paths:
+        file = os.path.realpath(path)
+        if file in known:
+            raise InputError(
+                "text", expected="each file once", got=f"{known[file]} and {path}", remedy="Leave one of them out."
+            )
+        known[file] = path
+
+
 def default_text() -> Text:
     """Python's language reference as this interpreter carries it, some 465,000 characters."""
     from pydoc_data.topics import topics
 
     content = "\n\n".join(topics[name].strip() for name in sorted(topics))
     return Text(f"pydoc_data.topics of Python {platform.python_version()}", content)
+
+
+def text_sha256(path: str) -> bytes:
+    """SHA-256 of a text's characters as UTF-8, for which all of it is read once.
+
+    Raises:
+        InputError: The file is missing, unreadable, empty, not UTF-8, or a pipe or device: texts are read repeatedly.
+    """
+    digest, empty = hashlib.sha256(), True
+    with reading_text(path, where="text"):
+        file = Path(path)
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise ValueError("a pipe or device, which cannot be read repeatedly")
+        for piece in pieces(path):
+            digest.update(piece.encode())
+            empty = empty and not piece.strip()
+        if empty:
+            raise ValueError("an empty file")
+    return digest.digest()
+
+
+def pieces(path: str) -> Iterator[str]:
+    """A text in pieces, so that a large one is never in memory as a whole."""
+    with Path(path).open(encoding="utf-8") as file:
+        while piece := file.read(_PIECE):
+            yield piece
 
 
 def texts_sha256(texts: Sequence[Text]) -> str:

@@ -5,6 +5,7 @@ caller allows it, and code that comes with a model is never run.
 """
 
 import contextlib
+import copy
 import functools
 import hashlib
 import importlib.util
@@ -149,12 +150,14 @@ def load_model(source: ModelSource, *, device: str | None = None) -> Any:
         device: Where to put it; by default the GPU if there is one.
 
     Raises:
+        UnsupportedModelError: `sparsify` could not serve it; no weights have been read by then.
         InputError: transformers cannot load it as it is, or its files lack weights.
     """
     from transformers import AutoModelForCausalLM
 
     if not source.is_prepared and source.gguf is not None:
         _prepare(source)
+    _check_attention(source)
     device = device or default_device()
     dtype = source.dtype(device)
     model, info = _load(source, AutoModelForCausalLM, dtype=dtype, attn_implementation="sdpa", output_loading_info=True)
@@ -168,6 +171,23 @@ def load_model(source: ModelSource, *, device: str | None = None) -> Any:
             remedy=f"Download {source.name} again, or choose a causal language model.",
         )
     return model.to(device).eval()
+
+
+def _check_attention(source: ModelSource) -> None:
+    """Refuse what `sparsify` would, by a model without weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from sparsesel.hf.layers import attention_layers
+
+    config = copy.deepcopy(source.config)
+    try:
+        with torch.device("meta"), quiet():
+            # Eager attention every model has; transformers refuses some with sdpa in words of its own.
+            skeleton = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    except Exception:  # no causal language model, for example, which loading it tells
+        return
+    attention_layers(skeleton)
 
 
 def default_device() -> str:

@@ -101,7 +101,9 @@ def test_twice_gives_the_same(calibrate, tmp_path):
 
 
 def test_several_texts_up_to_a_limit(calibrate, text, tmp_path):
-    result = calibrate("--max-tokens", 800, "--context", 50, texts=(text, text))
+    copy = tmp_path / "copy.txt"
+    copy.write_bytes(text.read_bytes())
+    result = calibrate("--max-tokens", 800, "--context", 50, texts=(text, copy))
     assert result.exit_code == 0, result.stderr
     assert "from 800 tokens in windows of 50" in result.stdout
     assert read_header(tmp_path / "loki.safetensors")["tokens"] == "800"
@@ -135,6 +137,8 @@ def test_a_file_that_is_none_is_refused_before_the_model_loads(tiny, text, monke
         ({"selector": "lokki"}, "selector"),
         ({"model": "nowhere/to-be-found"}, "model"),
         ({"texts": ("missing.txt",)}, "text"),
+        ({"texts": (__file__, __file__)}, "text"),
+        ({"out": ""}, "--out"),
         ({"out": "no/such/folder/file"}, "--out"),
         ({"out": "/"}, "--out"),
         ({"more": ("--context", 129)}, "--context"),

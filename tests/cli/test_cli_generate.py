@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from sparsesel.cli.app import app
@@ -120,6 +121,7 @@ REFUSED = {
     "too long": (["--prompt", PROMPT, "--max-new-tokens", str(MAX_LENGTH - 7)], "--max-new-tokens"),
     "no chat template": (["--prompt", PROMPT, "--chat"], "--chat"),
     "unknown model": (["--prompt", "w1", "--model", "./gone"], "model"),
+    "two selectors": (["--prompt", "w1", "--selector", "full", "--selector", "retopk"], "--selector"),
 }
 
 
@@ -136,6 +138,28 @@ def test_bad_input_is_refused_before_the_model_loads(run, tiny, tmp_path, monkey
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.splitlines()[0] == f"error in {field}"
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("gemma2", "soft-capped attention logits"), ("gpt_oss", "attention sinks as learned logits")],
+)
+def test_a_model_that_cannot_be_served_is_refused_by_name_before_its_weights_are_read(
+    run, tiny, tmp_path, family, reason
+):
+    """Neither would transformers load it with sdpa, which it says in terms of its own."""
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(family, vocab_size=len(WORDS), num_key_value_heads=2, head_dim=8, **sizes)
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    result = run("--model", tmp_path, "--selector", "full", "--prompt", PROMPT)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    first, *rest = result.stderr.splitlines()
+    assert re.match(r"error in model G\w+ForCausalLM, layer 1 \(G\w+Attention\)$", first)
+    assert [line.split()[0] for line in rest] == ["expected", "got", "remedy"]
+    assert reason in rest[1]
 
 
 def test_the_longest_that_fits_is_generated(run, tiny):

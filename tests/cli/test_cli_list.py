@@ -1,5 +1,6 @@
 """`sparsesel list`, `show` and `env`, and how refused input is told."""
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -10,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import sparsesel
-from sparsesel.cli import listing
+from sparsesel.cli import environment, listing
 from sparsesel.cli.app import app
 from sparsesel.cli.console import safe
 from sparsesel.registry import GROUP, Registry
@@ -24,6 +25,9 @@ def sparsesel_selectors():
         name="hostile", summary="wipes \\x1b[2J the screen \\u202e and [red]reddens[/red] :boom: [/]", paper="\\x9b31m",
         config="hostile:Config", factory="hostile:Made",
     )]
+
+class Config(sparsesel.SelectorConfig):
+    name: str = "hostile"
 """
 
 
@@ -73,6 +77,33 @@ def test_a_broken_plugin_is_listed_with_its_error_and_no_failure(run, hostile):
     assert "broken: broken (from unknown unknown): RuntimeError: bad" in result.stdout
     (broken,) = json.loads(run("list", "--json").stdout)["broken"]
     assert broken["error"] == "RuntimeError: bad \x1b]0;title\x07 [bold]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"config": "hostile:Gone"}, "expected `config` 'hostile:Gone' to import"),
+        ({"config": "gone:Config"}, "No module named 'gone'"),
+        ({"factory": "gone:Made"}, "expected `factory` 'gone:Made' to import"),
+        ({"factory": "hostile.gone:Made"}, "expected `factory` 'hostile.gone:Made' to import"),
+        ({"factory": ":"}, "expected `factory` ':' to import"),
+        ({"calibrate": "gone:Learner"}, "expected `calibrate` 'gone:Learner' to import"),
+        ({"presets": "gone"}, "No module named 'gone'"),
+    ],
+    ids=str,
+)
+def test_a_plugin_that_names_what_is_not_there_is_broken(run, hostile, monkeypatch, changes, error):
+    registry = listing.registry()
+    found = registry.selectors["hostile"]
+    registry.selectors["hostile"] = dataclasses.replace(found, plugin=dataclasses.replace(found.plugin, **changes))
+    monkeypatch.setattr(listing, "registry", lambda: registry)
+    monkeypatch.setattr(environment, "registry", lambda: registry)
+    listed = json.loads(run("list", "--json").stdout)
+    assert listed["selectors"] == []
+    assert [row["name"] for row in listed["broken"]] == ["broken", "hostile"]
+    assert error in listed["broken"][1]["error"]
+    assert "broken: hostile (from unknown unknown): expected" in run("list").stdout
+    assert error in json.loads(run("env", "--json").stdout)["broken plugins"][1]
 
 
 @pytest.mark.parametrize("args", [["list"], ["list", "--json"]])
@@ -194,7 +225,7 @@ def test_env_tells_versions_devices_backends_and_plugins(run):
     assert report["versions"]["torch"] == importlib.metadata.version("torch")
     assert report["versions"]["sparsesel"] == sparsesel.__version__
     assert any(device.startswith("cpu") for device in report["devices"])
-    assert [(b["name"], b["available"]) for b in report["backends"]] == [("eager", True)]
+    assert ("eager", True) in [(b["name"], b["available"]) for b in report["backends"]]
     assert any(plugin.startswith("retopk from sparsesel") for plugin in report["plugins"])
     text = run("env").stdout
     for part in ("python ", "transformers ", "backend ", "eager: available", "retopk from sparsesel"):

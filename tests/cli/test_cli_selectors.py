@@ -42,4 +42,27 @@ def test_no_selector_is_refused():
 
 
 def test_the_same_selector_with_different_fields_is_two_selectors():
-    assert len(resolve_selectors(["retopk,topk=64", "retopk,topk=128", "retopk:paper", "retopk"])) == 4
+    assert len(resolve_selectors(["retopk,topk=64", "retopk,topk=128", "retopk:quality", "retopk"])) == 4
+
+
+@pytest.mark.parametrize(
+    ("specs", "sets"),
+    [
+        (["retopk", "full", "retopk:paper"], []),
+        (["retopk,topk=512", "retopk"], []),
+        (["exact_topk", "exact_topk,topk=64"], ["topk=32"]),
+    ],
+)
+def test_one_configuration_named_in_two_ways_is_refused_with_both(specs, sets):
+    with pytest.raises(InputError, match="which are the same") as error:
+        resolve_selectors(specs, sets)
+    assert error.value.field == "--selector"
+    assert repr(specs[0]) in error.value.got
+    assert repr(specs[-1]) in error.value.got
+
+
+def test_one_file_by_layers_under_two_names_is_refused(tmp_path):
+    for name in ("one.toml", "two.toml"):
+        (tmp_path / name).write_text('layers = {"0-" = "retopk"}\n', encoding="utf-8")
+    with pytest.raises(InputError, match=r"one\.toml.*two\.toml"):
+        resolve_selectors([str(tmp_path / "one.toml"), str(tmp_path / "two.toml")])

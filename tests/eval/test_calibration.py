@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from sparsesel.errors import InputError
-from sparsesel.eval import calibration
-from sparsesel.eval.calibration import Watcher, calibrate, text_sha256, token_windows
-from sparsesel.eval.texts import Text, texts_sha256
+from sparsesel.eval import texts
+from sparsesel.eval.calibration import Watcher, calibrate, token_windows
+from sparsesel.eval.texts import Text, text_sha256, texts_sha256
 from sparsesel.hf import compat
 from sparsesel.hf.inject import sparsify
 from sparsesel.hf.models import load_model, load_tokenizer, resolve
@@ -26,7 +26,7 @@ def bos_tokenizer(other_model_folder):
 
 
 def test_windows_hold_the_text_in_order(tokenizer, text_file, monkeypatch):
-    monkeypatch.setattr(calibration, "_PIECE", 500)
+    monkeypatch.setattr(texts, "_PIECE", 500)
     windows = list(token_windows([str(text_file)], tokenizer, size=100))
     assert {len(window) for window in windows[:-1]} == {100}
     text = text_file.read_text(encoding="utf-8")
@@ -60,7 +60,7 @@ def test_text_is_read_no_further_than_needed(tokenizer, tmp_path):
 
 
 def test_text_without_white_space_is_cut_anyway(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibration, "_PIECE", 64)
+    monkeypatch.setattr(texts, "_PIECE", 64)
     path = tmp_path / "dense.txt"
     path.write_text("abcdefgh" * 100, encoding="utf-8")
     tokens = [token for window in token_windows([str(path)], tokenizer, size=50) for token in window]

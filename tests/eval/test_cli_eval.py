@@ -43,6 +43,7 @@ def test_it_ends_in_the_table(command, tmp_path, monkeypatch):
         (1, "retopk:quality"),
     ]
     assert "context 64: 2 documents, last 16 tokens of each" in result.stdout
+    assert result.stdout.startswith("Model tiny; text text.txt; topk 8\n")
     assert "[4/4] retopk:quality" in result.stderr
     # Again: the same table at once, without a model; also from the configuration alone.
     monkeypatch.setattr(runner, "load_model", lambda *_, **__: pytest.fail("loaded the model"))
@@ -94,10 +95,13 @@ def test_what_a_file_sets_is_taken_as_it_stands_there(command, tmp_path, value):
         ({"text": "/no/such/file.txt"}, "text"),
         ({"text": "/dev/null"}, "text"),
         ({"out": "/dev/null/x"}, "out"),
+        ({"out": ""}, "--out"),
+        ({"out": " "}, "--out"),
         ({"config": "/no/such.toml"}, "config"),
         ({"selector": "retopk2"}, "selector"),
         ({"selector": "retopk,cache_size=2,recall_size=3"}, "recall_size"),
         ({"selector": "full"}, "--selector"),
+        ({"selector": "retopk,similarity_threshold=0.9"}, "--selector"),
         ({"set": "tokp=3"}, "--set"),
     ],
 )
@@ -109,6 +113,41 @@ def test_bad_input_is_refused_before_any_model_loads(command, monkeypatch, chang
     for label in ("expected", "got", "remedy"):
         assert label in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_one_text_under_two_names_is_refused(command, text_file, tmp_path):
+    (tmp_path / "link.txt").symlink_to(text_file)
+    for again in (text_file, tmp_path / "link.txt"):
+        result = invoke(command("--text", str(again)))
+        assert result.exit_code == 2, result.output
+        assert "error in text" in result.stderr
+        assert f"{text_file} and {again}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"text": "/no/such/file.txt"},
+        {"text": "/dev/null"},
+        {"skip_chars": 10_000_000},
+        {"out": "/dev/null/x"},
+        {"out": __file__},
+        {"out": ""},
+        {"model": "./nowhere"},
+        {"selector": "retopk,similarity_threshold=0.9"},
+    ],
+    ids=str,
+)
+def test_what_can_be_refused_without_torch_is(command, changes):
+    """Loading it takes seconds."""
+    code = (
+        f"import sys; sys.argv = ['sparsesel', *{command(**changes)!r}]\n"
+        "import sparsesel.cli\n"
+        "try: sparsesel.cli.main()\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "2 False False\n", result.stderr
 
 
 def test_a_folder_in_use_is_refused(command, tmp_path):

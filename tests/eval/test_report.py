@@ -5,7 +5,7 @@ import math
 import pytest
 from rich.console import Console
 
-from sparsesel.eval.report import perplexity_tables, reference_of, rows_by_context
+from sparsesel.eval.report import perplexity_report, reference_of, rows_by_context
 
 
 def line(selector, document, nll, *, name=None, context=64, tokens=10, **metrics):
@@ -71,8 +71,8 @@ def test_references_come_first_and_the_budget_chooses_between_them():
 
 def rendered(lines, width=120):
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    for table in perplexity_tables(lines):
-        console.print(table)
+    for part in perplexity_report(lines, width=width):
+        console.print(part)
     console.file.close()
     return console.export_text()
 
@@ -80,6 +80,7 @@ def rendered(lines, width=120):
 def test_the_table_shows_one_block_for_each_context():
     text = rendered([*LINES, line("full", 0, 10.0, context=128), line("[red]x[/red]", 0, 9.0, name="x", context=128)])
     first, second = text.split("context 128")
+    second = second.partition("exact to refresh")[0]
     assert "2 documents, last 10 tokens of each" in first
     assert "12.182" in first  # exp(2.5)
     assert "docs" in first
@@ -88,5 +89,40 @@ def test_the_table_shows_one_block_for_each_context():
     assert "[red]x[/red]" in second
 
 
-def test_no_lines_no_table():
-    assert perplexity_tables([]) == []
+def test_the_report_says_what_was_measured_and_what_its_columns_mean():
+    provenance = {"model": "org/name@abc", "parameters": {"text": "/home/me/book.txt"}, "backend": "eager"}
+    text = rendered([{**each, "provenance": provenance | {"device": "cpu"}} for each in LINES])
+    assert text.splitlines()[0] == "Model org/name; text book.txt; topk 8"
+    explanation = " ".join(text.partition("exact to refresh")[2].split())
+    for column in ("candidates: keys scored", "density: % of keys", "ms per step: eager on cpu, no measure of speed"):
+        assert column in explanation
+    others = [
+        {**line("a", i, 9.0, name=f"retopk/{i + 1}"), "provenance": {**provenance, "parameters": {"text": f"{i}.txt"}}}
+        for i in range(4)
+    ]
+    assert rendered(others).splitlines()[0] == "Model org/name; text 4 files; topk 1 and 2 and 3 and 4"
+    fused = [{**others[0], "provenance": provenance | {"backend": "triton", "device": "cuda"}}]
+    assert "ms per step: triton on cuda." in rendered(fused)
+
+
+@pytest.mark.parametrize("width", [60, 79, 80, 120])
+def test_selectors_and_numbers_can_be_read_at_any_width(width):
+    names = {"full": "full", "exact_topk,topk=8": "exact_topk/8", "retopk:quality": "retopk/8"}
+    shares = {"exact_share": 0.512, "reuse_share": 0.488, "fallback_share": 0.523, "candidates": 1234.5}
+    lines = [line(spec, 0, 23.0, name=name, **shares) for spec, name in names.items()]
+    text = rendered(lines, width)
+    assert max(map(len, text.splitlines())) <= width
+    for part in ("full ", "retopk:quality ", " 9.974 1.0000 ", " 51.2  48.8  52.3 ", "1234.5", " 50.0 "):
+        assert part in text
+    assert text.count("retopk:quality") == (2 if width < 80 else 1)
+
+
+def test_names_cannot_drive_the_terminal():
+    provenance = {"model": "m\x1b[2J@1", "parameters": {"text": "t\u202e\udcff.txt"}}
+    text = rendered([{**line("my\x1b[31m.toml", 0, 9.0, name="full"), "provenance": provenance}])
+    assert not any(char in text for char in "\x1b\u202e\udcff")
+    assert "m\\x1b[2J; text t\\u202e\\udcff.txt" in text
+
+
+def test_no_lines_no_report():
+    assert perplexity_report([]) == []

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsesel import InputError
-from sparsesel.eval.results import RESULTS, TORN, ResultStore, check_same, read_results
+from sparsesel.eval.results import RESULTS, TORN, ResultStore, check_folder, check_same, read_results
 
 
 def line(document, **provenance):
@@ -118,6 +118,22 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     for folder in (tmp_path / "file", tmp_path / "file" / "sub", Path("/proc/sparsesel")):
         with pytest.raises(InputError, match="can be written"):
             ResultStore(folder)
+
+
+def test_a_folder_is_checked_without_being_made(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path, tmp_path / "new", tmp_path / "a" / "b" / ".." / "c"):
+        check_folder(folder)
+    monkeypatch.chdir(tmp_path)
+    check_folder(Path("new"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    for folder in (tmp_path / "file", Path("file/sub")):
+        with pytest.raises(InputError, match="file is not a folder") as error:
+            check_folder(folder)
+        assert error.value.field == "out"
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(InputError, match="may not be written"):
+        check_folder(tmp_path / "new")
 
 
 def test_results_that_are_not_numbers_are_never_written(tmp_path):

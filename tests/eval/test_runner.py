@@ -1,13 +1,16 @@
 """A run resumes where it stopped, repeats nothing, and mixes with nothing else."""
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from sparsesel import InputError
+from sparsesel.cli.app import app
 from sparsesel.cli.selectors import resolve_selectors
 from sparsesel.config import RunConfig, build, load_file
 from sparsesel.eval import runner
@@ -148,6 +151,32 @@ def test_a_folder_of_other_results_is_refused(run, finished, what):
         run(finished[0], **CHANGES[what])
     assert error.value.field == "out"
     assert (finished[0] / RESULTS).read_bytes() == before
+
+
+def test_a_calibration_file_of_other_content_is_noticed(run, model_folder, text_file, tmp_path):
+    """Its name in the configuration is the same."""
+    file = tmp_path / "components"
+    command = ["calibrate", "loki", "--model", str(model_folder), "--text", str(text_file), "--out", str(file)]
+
+    def calibrate(tokens):
+        result = CliRunner().invoke(app, [*command, "--max-tokens", str(tokens)])
+        assert result.exit_code == 0, result.output
+
+    calibrate(400)
+    layered = tmp_path / "layered.toml"
+    layered.write_text(f'layers = {{"0" = "full", "1" = "loki,rank=4,calibration={file}"}}\n', encoding="utf-8")
+    specs = ("full", "loki,rank=4", f"loki,rank=4,calibration={file}", str(layered))
+    small = {"selectors": specs, "contexts": (48,), "documents": 1}
+    with run(tmp_path / "out", **small) as first:
+        first.measure(Quiet())
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    recorded = [line["provenance"]["calibration_sha256"] for line in read_results(tmp_path / "out")]
+    assert recorded == ["", "", digest, digest]
+    with run(tmp_path / "out", **small) as again:
+        assert again.done == 4
+    calibrate(300)
+    with pytest.raises(InputError, match="results of calibration_sha256"):
+        run(tmp_path / "out", **small)
 
 
 def test_a_folder_of_another_models_results_is_refused(run, finished, other_model_folder):
