@@ -1,14 +1,22 @@
-"""What a decode step would launch, found out without a device and without numbers."""
+"""What a decode step would launch and where, found out without a device and without numbers."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from sparsesel.errors import InputError
 from sparsesel.kv import KVView
 from sparsesel.ops import backend
-from sparsesel.ops.launch import Launch, recording
-from sparsesel.selector import LayerSpec, Selector
+from sparsesel.selector import LayerSpec, Selector, StepCost
+
+if TYPE_CHECKING:  # importing it takes triton, which not every machine has
+    from sparsesel.ops.launch import Launch
+
+SHORTEST = 3
+"""Visible keys at the last step of the shortest trace: a prompt of one token and two steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,56 +28,101 @@ class Trace:
         first: Of the first decode step, which may have to catch up on the prompt.
         step: Of any later one.
         state: The selector's state after it, on the device "meta".
+        workspace: Bytes that the last step allocates, its output among them; all of them, though some are free again
+            before others are needed.
+        torch_ops: PyTorch operations of the last step that do more than allocate or view, each a launch of its own.
     """
 
-    prefill: list[Launch]
-    first: list[Launch]
-    step: list[Launch]
+    prefill: "list[Launch]"
+    first: "list[Launch]"
+    step: "list[Launch]"
     state: Any
+    workspace: int
+    torch_ops: int
 
 
-def trace(selector: Selector, layer: LayerSpec, length: int, *, page_size: int = 0) -> Trace:
+def trace(selector: Selector, layer: LayerSpec, length: int, *, page_size: int = 0, left_padded: bool = False) -> Trace:
     """Record the kernels of a prompt of `length - 2` tokens and two decode steps, the last at `length` visible keys.
 
     Everything lies on the device "meta", whose tensors have no content: a step that waited for its device fails here.
 
     Args:
-        selector: The selector, which must have a Triton path.
+        selector: The selector; on the Triton backend, whatever it is made of.
         layer: Its layer; the device is replaced.
-        length: Visible keys at the last step, at least 3.
+        length: Visible keys at the last step, at least `SHORTEST`.
         page_size: Tokens of a block of a paged cache, 0 for a dense one.
+        left_padded: Whether every sequence begins at a column of its own.
 
     Raises:
-        NotImplementedError: A step looks at the content of a tensor. torch says at which.
+        NotImplementedError: A step looks at the content of a tensor. torch says at which; in some places it calls this
+            a RuntimeError.
     """
+    from sparsesel.ops.launch import recording
+
     meta = torch.device("meta")
     layer = dataclasses.replace(layer, device=meta)
     batch, heads, dim = layer.batch_size, layer.num_attention_heads, layer.head_dim
     scale = dim**-0.5
     found = []
+    work = _Work()
     with torch.no_grad(), backend.using("triton"):
         state = selector.init_state(layer)
         for tokens, visible in ((length - 2, length - 2), (1, length - 1), (1, length)):
-            kv = _view(layer, visible, length, page_size)
+            kv = meta_view(layer, visible, length, page_size=page_size, left_padded=left_padded)
             query = torch.empty(batch, heads, tokens, dim, dtype=layer.dtype, device=meta)
-            with recording() as launches:
-                if tokens > 1 or visible == length - 2:
+            work = _Work()
+            with recording() as launches, work:
+                if visible == length - 2:
                     selector.observe_prefill(query, kv, state, scale=scale)
                 else:
                     selector.attend(query, kv, state, scale=scale)
             found.append(launches)
     prefill, first, step = found
-    return Trace(prefill, first, step, state)
+    return Trace(prefill, first, step, state, work.allocated, work.operations)
 
 
-def _view(layer: LayerSpec, visible: int, length: int, page_size: int) -> KVView:
+class _Work(TorchDispatchMode):
+    """Counts what PyTorch itself does: operations, and bytes of memory that did not exist before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = self.allocated = 0
+        self._known: dict[int, Any] = {}  # storages, kept alive so that none takes the place of another
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._fresh((args, kwargs))
+        result = func(*args, **kwargs)
+        fresh = self._fresh(result)
+        self.allocated += fresh
+        changes = func._schema.is_mutable
+        if changes or (fresh and "empty" not in func._schema.name):
+            self.operations += 1
+        return result
+
+    def _fresh(self, tree: Any) -> int:
+        """Bytes of the storages in `tree` that were not known; they are from now on."""
+        fresh = 0
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._known[storage._cdata] = storage
+                    fresh += storage.nbytes()
+        return fresh
+
+
+def meta_view(layer: LayerSpec, visible: int, length: int, *, page_size: int = 0, left_padded: bool = False) -> KVView:
+    """View `visible` tokens of a cache that has room for `length`, on the device "meta"; arguments as for `trace`."""
+
     def empty(*shape: int, dtype: torch.dtype = layer.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     heads, dim, batch = layer.num_key_value_heads, layer.head_dim, layer.batch_size
+    starts = empty(batch, dtype=torch.int64) if left_padded else None
     if not page_size:
         keys, values = (empty(batch, heads, length, dim)[:, :, :visible] for _ in range(2))
-        return KVView.dense(keys, values)
+        return KVView.dense(keys, values, starts=starts)
     blocks = -(-length // page_size)
     keys, values = (empty(batch * blocks, heads, page_size, dim) for _ in range(2))
     return KVView.paged(
@@ -78,4 +131,93 @@ def _view(layer: LayerSpec, visible: int, length: int, page_size: int) -> KVView
         block_table=empty(batch, blocks, dtype=torch.int64),
         lengths=empty(batch, dtype=torch.int64),
         max_length=visible,
+        starts=starts,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What becomes of a selector in one layer at one length.
+
+    Attributes:
+        backend: The backend that runs.
+        why: Why that one, for people.
+        trace: Its kernels, None where there are none to be told.
+        remark: Why there are none, or what to know about them; may be empty.
+        cost: What a step must read, by the selector's own account.
+    """
+
+    backend: Literal["triton", "eager"]
+    why: str
+    trace: Trace | None
+    remark: str
+    cost: StepCost
+
+
+def explain(
+    selector: Selector,
+    layer: LayerSpec,
+    length: int,
+    *,
+    name: backend.Name = "auto",
+    device: torch.device | str = "cuda",
+    page_size: int = 0,
+) -> Explanation:
+    """Explain what a selector does in `layer` at `length` visible keys on `device`, which need not be there.
+
+    Args:
+        selector: The selector.
+        layer: Its layer, whose own device is not looked at.
+        length: Visible keys, at least `SHORTEST`.
+        name: The backend asked for.
+        device: Where tensors would lie.
+        page_size: Tokens of a block of a paged cache, 0 for a dense one.
+
+    Raises:
+        InputError: The backend cannot run there, or the selector cannot serve such a layer.
+    """
+    device = torch.device(device)
+    runs = backend.resolve(name, device)
+    why = _why(runs, name, device)
+    cost = selector.cost(layer, length)
+    if runs == "eager":
+        return Explanation(runs, why, None, "There are no kernels: every operation is PyTorch's own.", cost)
+    try:
+        found = trace(selector, layer, length, page_size=page_size)
+    except InputError as error:
+        return Explanation(runs, why, None, f"It is refused: {error}", cost)
+    except NotImplementedError as error:
+        return Explanation(runs, why, None, _cannot_be_traced(error), cost)
+    except RuntimeError as error:
+        if "meta" not in str(error):
+            raise
+        return Explanation(runs, why, None, _cannot_be_traced(error), cost)
+    return Explanation(runs, why, found, _remark(found), cost)
+
+
+def _why(runs: str, name: backend.Name, device: torch.device) -> str:
+    kinds = {found.name: found.why for found in backend.available()}
+    if runs == name:
+        return f"asked for ({kinds[runs]})"
+    if runs == "triton":
+        return f"the best one for tensors on {device.type} ({kinds[runs]})"
+    if device.type == "cuda":
+        return f"the only one for tensors on cuda: {kinds['triton']}"
+    return f"the only one for tensors on {device.type}: Triton's kernels need a CUDA or ROCm device"
+
+
+def _cannot_be_traced(error: Exception) -> str:
+    what = str(error).strip().splitlines()[0]
+    return (
+        "Its kernels cannot be told beforehand: it looks at the content of tensors on the way, which waits for the "
+        f"device ({what})"
+    )
+
+
+def _remark(found: Trace) -> str:
+    kernels = {launch.kernel for launch in [*found.first, *found.step]}
+    if not kernels:
+        return "A step launches no kernel of Triton's: the selector is made of PyTorch operations alone."
+    if all(kernel.startswith("sparsesel.ops.") for kernel in kernels):
+        return "The selector has no kernels of its own: these are those of the operations it is made of."
+    return ""

@@ -29,6 +29,16 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 
+SHARED_LIMITS = {
+    "sm_80": 163 << 10,
+    "sm_89": 99 << 10,
+    "sm_90": 227 << 10,
+    "sm_100": 227 << 10,
+    "sm_120": 99 << 10,
+    "gfx942": 64 << 10,
+}
+"""Bytes of shared memory that one program can have."""
+
 
 @dataclass(frozen=True)
 class Resources:
@@ -83,10 +93,10 @@ def _of_cubin(compiled: Any) -> tuple[int, int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = _run(tool, "--dump-resource-usage", file.name)
-        code = _run(tool, "--dump-sass", file.name)
-    used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    return used["REG"], used["STACK"] + used["LOCAL"], len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE))
+        command = [str(tool), "--dump-resource-usage", "--dump-sass", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return used["REG"], used["STACK"] + used["LOCAL"], len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", text, re.MULTILINE))
 
 
 def _of_amdgcn(compiled: Any) -> tuple[int, int, int]:
@@ -98,7 +108,3 @@ def _of_amdgcn(compiled: Any) -> tuple[int, int, int]:
 
     instructions = len(re.findall(r"^\t[a-z][a-z0-9_]+ ?", text, re.MULTILINE))
     return number(r"\.vgpr_count:\s+(\d+)"), number(r"\.private_segment_fixed_size:\s+(\d+)"), instructions
-
-
-def _run(*command: object) -> str:
-    return subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True).stdout
