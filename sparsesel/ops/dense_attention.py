@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparsesel.kv import KVView
-from sparsesel.ops.launch import block_tokens, kv_arguments, launch, query_arguments
+from sparsesel.ops.launch import block_channels, block_tokens, kv_arguments, launch, query_arguments
 from sparsesel.ops.primitives import load_group, load_rows, online_softmax, products, sequence, token_offsets, weighed
 from sparsesel.ops.split_k import combine, num_splits, part, store_part
 
@@ -26,6 +26,7 @@ def dense_attention_kernel(
     i_split, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length, start = sequence(p_lengths, p_starts, i_b)
     begin, end = part(length, i_split, num_splits, BLOCK_N)
+    i_kv = i_h.to(tl.int64)
     b_q = load_group(p_q, i_b, i_h * G, s_qb, s_qh, s_qd, G, DIM, BLOCK_G, BLOCK_D)  # [G, D]
     b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_G], tl.float32)
@@ -33,11 +34,11 @@ def dense_attention_kernel(
     for at in range(begin, end, BLOCK_N):
         o_n = at + tl.arange(0, BLOCK_N)
         m_n = o_n < end
-        o_k = token_offsets(o_n, m_n, start, i_b, s_kb, s_kn, p_table, s_table, PAGE) + i_h * s_kh
+        o_k = token_offsets(o_n, m_n, start, i_b, s_kb, s_kn, p_table, s_table, PAGE) + i_kv * s_kh
         b_k = load_rows(p_k, o_k, m_n, s_kd, DIM, BLOCK_D)  # [N, D]
         b_s = tl.where(m_n[None, :], products(b_q, b_k) * scale, float("-inf"))  # [G, N]
         b_p, b_scale, b_max, b_sum = online_softmax(b_s, b_max, b_sum)
-        o_v = token_offsets(o_n, m_n, start, i_b, s_vb, s_vn, p_table, s_table, PAGE) + i_h * s_vh
+        o_v = token_offsets(o_n, m_n, start, i_b, s_vb, s_vn, p_table, s_table, PAGE) + i_kv * s_vh
         b_v = load_rows(p_v, o_v, m_n, s_vd, DIM_V, BLOCK_DV)  # [N, Dv]
         b_acc = b_acc * b_scale[:, None] + weighed(b_p, b_v)
     i_row = (i_b * tl.num_programs(1) + i_h) * G
@@ -62,6 +63,6 @@ def dense_attention(query: Float[Tensor, "B Hq 1 D"], kv: KVView, *, scale: floa
         scale=scale,
         DIM_V=dim_v,
         BLOCK_N=min(block_tokens(kv.keys), block_tokens(kv.values)),
-        BLOCK_DV=triton.next_power_of_2(dim_v),
+        BLOCK_DV=block_channels(dim_v),
     )
     return combine(parts, lse, query.dtype).view(batch, num_heads, 1, dim_v)

@@ -154,7 +154,7 @@ def query_arguments(query: Tensor, kv: KVView) -> dict[str, Any]:
         "G": group,
         "DIM": dim,
         "BLOCK_G": BLOCK_G,
-        "BLOCK_D": triton.next_power_of_2(dim),
+        "BLOCK_D": block_channels(dim),
     }
 
 
@@ -180,9 +180,14 @@ def index_arguments(indices: Tensor, query: Tensor, kv: KVView) -> dict[str, Any
     }
 
 
+def block_channels(dim: int) -> int:
+    """Channels of a tile that holds `dim` of them: a power of two, and no fewer than tensor cores take."""
+    return max(16, triton.next_power_of_2(dim))
+
+
 def block_tokens(base: Tensor) -> int:
     """Keys or values `[…, D]` per tile: as many as keep it within 16 KiB, 16 to 64."""
-    row = triton.next_power_of_2(base.shape[-1]) * base.element_size()
+    row = block_channels(base.shape[-1]) * base.element_size()
     return max(16, min(64, (1 << 14) // row))
 
 

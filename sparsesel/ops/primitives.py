@@ -64,7 +64,8 @@ def token_offsets(o_n, m_n, start, i_b, s_b, s_n, p_table, s_table, PAGE: tl.con
 def load_rows(p, o_rows, m_rows, s_d, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """The rows at these offsets, `[N, BLOCK_D]`, 0 where a row or channel does not exist."""
     o_d = tl.arange(0, BLOCK_D)
-    return tl.load(p + o_rows[:, None] + o_d[None, :] * s_d, mask=m_rows[:, None] & (o_d[None, :] < DIM), other=0.0)
+    p += o_rows[:, None] + o_d[None, :].to(tl.int64) * s_d
+    return tl.load(p, mask=m_rows[:, None] & (o_d[None, :] < DIM), other=0.0)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparsesel.kv import KVView
-from sparsesel.ops.launch import block_tokens, index_arguments, kv_arguments, launch, query_arguments
+from sparsesel.ops.launch import block_channels, block_tokens, index_arguments, kv_arguments, launch, query_arguments
 from sparsesel.ops.primitives import load_group, load_rows, online_softmax, products, sequence, token_offsets, weighed
 from sparsesel.ops.split_k import combine, num_splits, part, store_part
 
@@ -138,6 +138,6 @@ def _attention(
         slots=slots,
         num_splits=splits,
         DIM_V=dim_v,
-        BLOCK_DV=triton.next_power_of_2(dim_v),
+        BLOCK_DV=block_channels(dim_v),
     )
     return combine(parts, lse, dtype).view(batch, num_heads, 1, dim_v)

@@ -66,9 +66,9 @@ def store_part(
 
 @triton.jit
 def combine_kernel(p_part, p_lse, p_o, num_splits, DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program per head of a sequence."""
-    i_row = tl.program_id(0).to(tl.int64)
-    o_s, o_d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    """One program per block of channels of a head of a sequence."""
+    i_row, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_s, o_d = tl.arange(0, BLOCK_S), i_d * BLOCK_D + tl.arange(0, BLOCK_D)
     m_s = o_s < num_splits
     b_max = tl.load(p_lse + (i_row * num_splits + o_s) * 2, mask=m_s, other=float("-inf"))
     b_sum = tl.load(p_lse + (i_row * num_splits + o_s) * 2 + 1, mask=m_s, other=-1.0)
@@ -90,15 +90,17 @@ def combine(
     """The whole from its parts, see `store_part`; 0 for a row without any key."""
     rows, splits, dim = parts.shape
     output = torch.empty(rows, dim, dtype=dtype, device=parts.device)
+    # Few channels each: of as many parts as there may be, a tile of all of them would not fit into registers.
+    block = min(64, triton.next_power_of_2(dim))
     launch(
         combine_kernel,
-        (rows,),
+        (rows, triton.cdiv(dim, block)),
         p_part=parts,
         p_lse=lse,
         p_o=output,
         num_splits=splits,
         DIM=dim,
         BLOCK_S=triton.next_power_of_2(splits),
-        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_D=block,
     )
     return output
