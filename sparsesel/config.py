@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -40,6 +40,9 @@ FILE_SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 MAX_COUNT = 2**31 - 1
 """Largest position or count there is: positions are int32."""
 _SHOWN = 200  # characters of a refused value that an error shows
+
+BackendName = Literal["auto", "triton", "eager"]
+"""What runs the operations: `auto` is triton on CUDA and ROCm devices that have it, eager elsewhere."""
 
 
 def _valid_topk(value: int | str) -> int | str:

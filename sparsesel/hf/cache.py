@@ -27,20 +27,22 @@ class SelectorLayer(DynamicLayer):
         selector: The selector that `state` belongs to, None before the first attention under one.
         state: Its state.
         starts: `[B]` int64 column of each sequence's first token in a left-padded batch, None without padding.
+        capacity: Tokens that the buffer holds at least; it grows beyond them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = 0) -> None:
         super().__init__()
         self.selector: Selector | None = None
         self.state: SelectorState | None = None
         self.starts: Tensor | None = None
+        self.capacity = capacity
         self.is_offloaded = False
         self._buffers: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def adopt(cls, layer: DynamicLayer) -> "SelectorLayer":
+    def adopt(cls, layer: DynamicLayer, capacity: int = 0) -> "SelectorLayer":
         """A layer with the contents of Hugging Face's own dynamic layer."""
-        adopted = cls()
+        adopted = cls(capacity)
         if layer.keys is not None and layer.values is not None and layer.get_seq_length() > 0:
             adopted.update(layer.keys, layer.values)
         return adopted
@@ -69,11 +71,15 @@ class SelectorLayer(DynamicLayer):
 
     def _reserve(self, total: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Buffers with room for `total` tokens that hold the present keys and values."""
-        if self._buffers is not None and self._is_view() and self._buffers[0].shape[2] >= total:
+        least = max(total, self.capacity)
+        if self._buffers is not None and self._is_view() and self._buffers[0].shape[2] >= least:
             return self._buffers
         past = self.get_seq_length()
-        capacity = total if past == 0 else max(total, past + past // 2)
-        capacity = -(-(capacity + 1) // _ROUND) * _ROUND
+        if total <= self.capacity:
+            capacity = self.capacity
+        else:
+            capacity = total if past == 0 else max(total, past + past // 2)
+            capacity = -(-(capacity + 1) // _ROUND) * _ROUND
         grown: list[Tensor] = []
         # Not inference tensors even under inference_mode, so that later steps may append outside of it.
         with torch.inference_mode(mode=False):
@@ -193,8 +199,13 @@ class SelectorLayer(DynamicLayer):
         self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
 
 
-def selector_layer(cache: Cache, layer_idx: int) -> SelectorLayer:
+def selector_layer(cache: Cache, layer_idx: int, capacity: int | None = None) -> SelectorLayer:
     """The layer `layer_idx` of `cache`, made a `SelectorLayer` in place if it is a plain dynamic one.
+
+    Args:
+        cache: Any cache.
+        layer_idx: Of the layer.
+        capacity: Tokens that it is to hold without growing; None leaves that as it is.
 
     Raises:
         InputError: The cache keeps this layer in another form.
@@ -204,6 +215,7 @@ def selector_layer(cache: Cache, layer_idx: int) -> SelectorLayer:
             cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[layer_idx]
     if isinstance(layer, SelectorLayer):
+        layer.capacity = layer.capacity if capacity is None else capacity
         return layer
     if type(layer) is not DynamicLayer:
         raise InputError(
@@ -212,7 +224,7 @@ def selector_layer(cache: Cache, layer_idx: int) -> SelectorLayer:
             got=f"{type(layer).__name__} in {type(cache).__name__}",
             remedy="Leave out `cache_implementation`: under sparsify the dynamic cache already appends in place.",
         )
-    cache.layers[layer_idx] = adopted = SelectorLayer.adopt(layer)
+    cache.layers[layer_idx] = adopted = SelectorLayer.adopt(layer, capacity or 0)
     return adopted
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sparsesel.config import LayeredConfig, SelectorConfig, spread_layers
+from sparsesel.config import MAX_COUNT, BackendName, LayeredConfig, SelectorConfig, spread_layers
 from sparsesel.errors import InputError, UnsupportedModelError
 from sparsesel.hf import compat
 from sparsesel.hf.cache import SelectorLayer, selector_layer
@@ -25,6 +25,7 @@ from sparsesel.hf.layers import AttentionLayer, attention_layers
 from sparsesel.hf.rotary import rotary_of
 from sparsesel.hf.stats import Stats
 from sparsesel.kv import KVView
+from sparsesel.ops import backend as backends
 from sparsesel.registry import make_selector, registry
 from sparsesel.selector import Counters, LayerSpec, Selector
 
@@ -61,6 +62,8 @@ def sparsify(
     selector: Selection,
     *,
     multi_token: MultiToken = "dense",
+    backend: BackendName = "auto",
+    capacity: int | None = None,
     **overrides: Any,
 ) -> "Session":
     """Let `selector` choose, at every decode step of `model`, the keys that each head attends to.
@@ -75,13 +78,18 @@ def sparsify(
             names stay dense, as do sliding-window layers.
         multi_token: What several new tokens at once are. `"dense"`: prefill. `"select"`: on a filled cache, each is
             a decode step of its own, so that assisted decoding gives what greedy decoding with the selector gives.
+        backend: What runs the selectors' operations: `"triton"`, `"eager"`, or `"auto"`, the best one for the device
+            that a layer lies on. Prefill itself runs through the model's own attention.
+        capacity: Tokens of a sequence that caches have room for from the start, so that up to there nothing is moved;
+            by default, and beyond, they grow by half.
         overrides: Fields that win over the spec's.
 
     Raises:
         UnsupportedModelError: The model's attention cannot be served faithfully.
-        InputError: Unknown selector, preset, field or layer; the model is sparsified already.
+        InputError: Unknown selector, preset, field or layer; a backend that cannot run where the model lies; the
+            model is sparsified already.
     """
-    return Session(model, selector, multi_token=multi_token, overrides=overrides)
+    return Session(model, selector, multi_token=multi_token, backend=backend, capacity=capacity, overrides=overrides)
 
 
 class Session:
@@ -91,6 +99,7 @@ class Session:
         model: The model.
         selectors: Layer index to the selector that serves it.
         multi_token: See `sparsify`.
+        capacity: See `sparsify`.
     """
 
     def __init__(
@@ -99,6 +108,8 @@ class Session:
         selector: Selection,
         *,
         multi_token: MultiToken,
+        backend: BackendName,
+        capacity: int | None,
         overrides: Mapping[str, Any],
     ) -> None:
         self._undo: list[Callable[[], object]] = []
@@ -116,6 +127,13 @@ class Session:
                 got=repr(multi_token),
                 remedy="Choose one of the two.",
             )
+        if capacity is not None and (type(capacity) is not int or not 1 <= capacity <= MAX_COUNT):
+            raise InputError(
+                "capacity",
+                expected=f"a number of tokens, 1 to {MAX_COUNT}",
+                got=repr(capacity),
+                remedy="Give the prompt and the new tokens, or leave it out.",
+            )
         text_config = model.config.get_text_config(decoder=True)
         if text_config._attn_implementation == IMPLEMENTATION:
             raise InputError(
@@ -127,7 +145,14 @@ class Session:
         layers = attention_layers(model)
         self.model = model
         self.multi_token: MultiToken = multi_token
+        self.capacity = capacity
         self.selectors = _spread(selector, layers, overrides)
+        self._requested: BackendName = backend
+        self._backends = {
+            layer.layer_idx: backends.resolve(backend, _device_of(layer.module))
+            for layer in layers
+            if layer.layer_idx in self.selectors
+        }
         self._implementation = str(text_config._attn_implementation)
         self._rotary = {layer.layer_idx: rotary_of(model, layer) for layer in layers if layer.is_full}
         self._fingerprint = fingerprint(model, layers)
@@ -139,9 +164,15 @@ class Session:
             self.close()
             raise
 
+    @property
+    def backend(self) -> str:
+        """What runs the selectors, `triton` or `eager`; both where layers lie on different devices."""
+        return ", ".join(sorted(set(self._backends.values())))
+
     def stats(self) -> Stats:
         """What the selectors did so far, over every cache of this session (waits for the device)."""
-        return Stats({layer_idx: counters.read() for layer_idx, counters in self._counters.items()})
+        counters = {layer_idx: counters.read() for layer_idx, counters in self._counters.items()}
+        return Stats(counters, self.backend)
 
     def close(self) -> None:
         """Restore the model. A second call does nothing."""
@@ -248,7 +279,10 @@ class Session:
             rotary=self._rotary[call.layer_idx],
             model=self._fingerprint,
         )
-        state = cache_layer.bind(selector, spec, self._counters[call.layer_idx])
+        # A layer may lie elsewhere than it seemed to at the start: offloaded weights come to it when it runs.
+        running = self._backends[call.layer_idx] = backends.resolve(self._requested, query.device)
+        with backends.using(running):
+            state = cache_layer.bind(selector, spec, self._counters[call.layer_idx])
         scale = kwargs.get("scaling")
         scale = float(scale) if scale is not None else head_dim**-0.5
         kv = KVView.dense(key, value, starts=cache_layer.starts)
@@ -268,10 +302,12 @@ class Session:
                 **kwargs,
             )
             outputs.append(output)
-            selector.observe_prefill(query[:, :, :seen], kv.drop_last(steps), state, scale=scale)
-        for t in range(new - steps, new):
-            step = selector.attend(query[:, :, t : t + 1], kv.drop_last(new - 1 - t), state, scale=scale)
-            outputs.append(step.transpose(1, 2))
+            with backends.using(running):
+                selector.observe_prefill(query[:, :, :seen], kv.drop_last(steps), state, scale=scale)
+        with backends.using(running):
+            for t in range(new - steps, new):
+                step = selector.attend(query[:, :, t : t + 1], kv.drop_last(new - 1 - t), state, scale=scale)
+                outputs.append(step.transpose(1, 2))
         if cache_layer.is_offloaded:
             state.to("cpu")
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), weights if steps == 0 else None
@@ -309,7 +345,7 @@ class _Hook:
                     got="one in training",
                     remedy="Call model.eval() first.",
                 )
-            call.cache_layer = selector_layer(cache, self.layer_idx)
+            call.cache_layer = selector_layer(cache, self.layer_idx, self.session.capacity)
             call.new_steps = kwargs.pop(_NEW_STEPS, 0)
         return args, {**kwargs, _CALL: call}
 
@@ -319,6 +355,11 @@ class _Hook:
                 f"layer {self.layer_idx}: {type(module).__name__} did not hand its keyword arguments to the attention "
                 "implementation, so the selector would never act: this model cannot be sparsified"
             )
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """Where an attention module's weights lie."""
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
 def _restore(config: Any) -> None:

@@ -13,9 +13,11 @@ class Stats:
 
     Attributes:
         layers: Layer index to counter name to `[Hq]` sums over sequences and steps.
+        backend: What ran the selectors, `triton` or `eager`; both where layers lie on different devices.
     """
 
     layers: dict[int, dict[str, Float[Tensor, " Hq"]]]
+    backend: str = ""
 
     @property
     def total(self) -> dict[str, float]:
@@ -52,4 +54,6 @@ class Stats:
         parts += [f"{name} {self.share(name):.3f}" for name in rest]
         if not math.isnan(self.candidates):
             parts.append(f"candidates {self.candidates:.1f}")
+        if self.backend:
+            parts.append(f"on {self.backend}")
         return ", ".join(parts)

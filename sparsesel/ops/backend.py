@@ -14,16 +14,15 @@ import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
+from sparsesel.config import BackendName
 from sparsesel.errors import InputError
 
-Name = Literal["auto", "triton", "eager"]
-"""How users choose: `auto` is triton on CUDA and ROCm devices that have it, eager elsewhere."""
-
-NAMES: tuple[Name, ...] = ("auto", "triton", "eager")
+Name = BackendName
+NAMES: tuple[Name, ...] = get_args(Name)
 
 _in_force: ContextVar[Name] = ContextVar("sparsesel_backend", default="auto")
 
