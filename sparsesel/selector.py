@@ -91,16 +91,35 @@ class Counters:
 
     Every selector counts `steps` (query heads × sequences × tokens), `selected` and `visible` keys, so that
     `selected / visible` is the density. A selector adds names of its own (`exact`, `fallback`, …).
+
+    A sum stays where it is in memory, so that a captured CUDA graph and a kernel can add to it.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
+        self._table: tuple[tuple[str, ...], Tensor] | None = None
 
     def add(self, name: str, values: Tensor) -> None:
         """Add `values` `[B, Hq]` (bool, integer or float), summed over the batch, to the counter `name`."""
         amount = values.detach().to(torch.float64).sum(0)
-        known = self._sums.get(name)
-        self._sums[name] = amount if known is None else known + amount.to(known.device)
+        if name not in self._sums:
+            # Not an inference tensor even under inference_mode, so that later steps may add to it outside of it.
+            with torch.inference_mode(mode=False):
+                self._sums[name] = torch.zeros_like(amount)
+        known = self._sums[name]
+        known.add_(amount.to(known.device))
+
+    def table(self, names: tuple[str, ...], num_attention_heads: int, device: torch.device) -> Float[Tensor, "N Hq"]:
+        """The sums of these names as rows of one float64 tensor, for a kernel to add to."""
+        if self._table is None or self._table[0] != names or self._table[1].device != device:
+            with torch.inference_mode(mode=False):
+                rows = torch.zeros(len(names), num_attention_heads, dtype=torch.float64, device=device)
+            for name, row in zip(names, rows, strict=True):
+                if name in self._sums:
+                    row.copy_(self._sums[name])
+                self._sums[name] = row
+            self._table = (names, rows)
+        return self._table[1]
 
     def add_step(self, support: Support, kv: KVView, num_attention_heads: int) -> None:
         """Count one decode step with this support."""
@@ -112,7 +131,7 @@ class Counters:
 
     def read(self) -> dict[str, Float[Tensor, " Hq"]]:
         """The sums so far, on the CPU (waits for the device)."""
-        return {name: value.cpu() for name, value in self._sums.items()}
+        return {name: value.to("cpu", copy=True) for name, value in self._sums.items()}
 
 
 @dataclass

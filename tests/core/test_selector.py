@@ -106,6 +106,20 @@ def test_reading_counters_gives_copies_of_the_moment():
     assert counters.read()["steps"].tolist() == [2] * 4
 
 
+def test_sums_stay_where_they_are_and_in_what_a_kernel_adds_to():
+    counters = Counters()
+    with torch.inference_mode():
+        counters.add("steps", torch.ones(1, 4))
+    rows = counters.table(("exact", "steps"), 4, torch.device("cpu"))
+    assert rows.tolist() == [[0] * 4, [1] * 4]
+    rows += 1
+    counters.add("steps", torch.ones(1, 4))
+    assert counters.table(("exact", "steps"), 4, torch.device("cpu")) is rows
+    assert {name: values.tolist() for name, values in counters.read().items()} == {"steps": [3] * 4, "exact": [1] * 4}
+    assert counters.table(("exact", "other"), 4, torch.device("cpu")).tolist() == [[1] * 4, [0] * 4]
+    assert counters.read()["steps"].tolist() == [3] * 4
+
+
 # SelectorState
 
 
