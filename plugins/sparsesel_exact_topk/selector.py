@@ -9,6 +9,7 @@ from torch import Tensor
 from sparsesel.config import resolve_topk
 from sparsesel.kv import KVView
 from sparsesel.ops import (
+    backend,
     dense_attention,
     qk_scores,
     row_topk,
@@ -82,11 +83,17 @@ class ExactTopKSelector:
         self, query: Tensor, kv: KVView, state: SelectorState, *, scale: float
     ) -> tuple[Support, Tensor, Tensor]:
         """The support, its indices `[B, Hq, K]` and the scores at them."""
-        scores = qk_scores(query, kv, scale=scale)
-        lengths = kv.lengths[:, None].expand(scores.shape[:2])
-        topk = row_topk(self.config.topk, lengths)
-        indices = topk_indices(scores, topk, lengths, widest=resolve_topk(self.config.topk, kv.max_length))
+        if backend.current(query.device) == "triton":
+            from sparsesel_exact_topk import kernels
+
+            indices, chosen = kernels.best_keys(query, kv, self.config.topk, scale=scale)
+        else:
+            scores = qk_scores(query, kv, scale=scale)
+            lengths = kv.lengths[:, None].expand(scores.shape[:2])
+            topk = row_topk(self.config.topk, lengths)
+            indices = topk_indices(scores, topk, lengths, widest=resolve_topk(self.config.topk, kv.max_length))
+            chosen = scores_at(scores, indices)
         support = Support.of(indices[:, :, None])
         state.counters.add_step(support, kv, query.shape[1])
-        state.counters.add("exact", torch.ones_like(lengths))
-        return support, indices, scores_at(scores, indices)
+        state.counters.add("exact", torch.ones_like(support.counts[..., 0]))
+        return support, indices, chosen

@@ -71,14 +71,14 @@ def qk_scores(query: Float[Tensor, "B Hq 1 D"], kv: KVView, *, scale: float) -> 
 
 def scores_and_maxima(
     query: Float[Tensor, "B Hq 1 D"], kv: KVView, *, scale: float, tile: int
-) -> tuple[Float[Tensor, "B Hq L"], Float[Tensor, "B Hq N"]]:
+) -> tuple[Float[Tensor, "B Hq L"], Float[Tensor, "B Hq N"] | None]:
     """Scaled scores of every key, and the largest of each `tile` consecutive ones (NaN counted as -inf).
 
     Args:
         query: Post-RoPE.
         kv: Keys and values.
         scale: Factor of the scores.
-        tile: A power of two.
+        tile: A power of two, or 0 for no maxima.
 
     Returns:
         Both float32 and undefined from a sequence's length on; N = ⌈L / tile⌉.
@@ -86,7 +86,9 @@ def scores_and_maxima(
     return _scores(query, kv, scale, tile=tile)
 
 
-def _scores(query: Tensor, kv: KVView, scale: float, *, fill: bool = False, tile: int = 0) -> tuple[Tensor, Tensor]:
+def _scores(
+    query: Tensor, kv: KVView, scale: float, *, fill: bool = False, tile: int = 0
+) -> tuple[Tensor, Tensor | None]:
     batch, num_heads = query.shape[:2]
 
     def rows(count: int) -> Tensor:
@@ -94,7 +96,7 @@ def _scores(query: Tensor, kv: KVView, scale: float, *, fill: bool = False, tile
         return room[:, :, :count]
 
     scores = rows(kv.max_length)
-    maxima = rows(-(-kv.max_length // tile)) if tile else scores
+    maxima = rows(-(-kv.max_length // tile)) if tile else None
     splits = num_splits(batch * kv.num_heads, kv.max_length)
     launch(
         qk_scores_kernel,
@@ -103,8 +105,8 @@ def _scores(query: Tensor, kv: KVView, scale: float, *, fill: bool = False, tile
         **kv_arguments(kv, values=False),
         p_scores=scores,
         s_scores=scores.stride(1),
-        p_maxima=maxima if tile else None,
-        s_maxima=maxima.stride(1),
+        p_maxima=maxima,
+        s_maxima=0 if maxima is None else maxima.stride(1),
         num_splits=splits,
         scale=scale,
         FILL=fill,

@@ -25,9 +25,10 @@ from sparsesel.errors import InputError
 from sparsesel.ops.launch import launch
 from sparsesel.ops.primitives import fill, keep_above, keep_largest, kth_key, ordered, row_budget
 
-# Scores that one program looks at in one go, at most; a row no longer than that needs no tiles.
+# Scores that a program looks at in one go: of rows and of the few that are left of them. A row that is no longer than
+# the first needs no tiles.
 _BLOCK = 4096
-_LEAST_BLOCK = 64
+_BLOCK_NEAR = 1024
 
 
 def tile_size(total: int, widest: int) -> int:
@@ -35,6 +36,7 @@ def tile_size(total: int, widest: int) -> int:
 
     Five looks at total / T maxima and one at widest · T scores are fewest at T = √(5 · total / widest).
     """
+    widest = min(widest, total)
     if total <= _BLOCK or not widest:
         return 0
     tile = 1 << max(3, min(10, round(math.log2(5 * total / widest) / 2)))
@@ -68,8 +70,7 @@ def topk_kernel(
     k = tl.minimum(row_budget(p_topk, topk, i_row // HEADS, length), widest)
     p_scores += i_row * s_scores
     p_out += i_row * widest
-    if p_out_scores is not None:
-        p_out_scores += i_row * widest
+    p_out_scores += i_row * widest
     if p_maxima is None:
         kept, _ = keep_largest(p_scores, None, length, k, p_out, p_out_scores, BLOCK)
     else:
@@ -98,8 +99,7 @@ def topk_kernel(
         tl.debug_barrier()
         kept, _ = keep_largest(p_near_scores, p_near, near, k, p_out, p_out_scores, BLOCK_NEAR)
     fill(p_out, kept, widest, -1, BLOCK_NEAR)
-    if p_out_scores is not None:
-        fill(p_out_scores, kept, widest, float("-inf"), BLOCK_NEAR)
+    fill(p_out_scores, kept, widest, float("-inf"), BLOCK_NEAR)
 
 
 def topk_indices(
@@ -135,8 +135,7 @@ def largest(
     p_topk: Int[Tensor, " sequences"] | None,
     widest: int,
     maxima: Float[Tensor, "rows N"] | None = None,
-    with_scores: bool = False,
-) -> tuple[Int[Tensor, "rows K"], Float[Tensor, "rows K"] | None]:
+) -> tuple[Int[Tensor, "rows K"], Float[Tensor, "rows K"]]:
     """The largest scores of each row, see `topk_indices`, of rows that share their length and budget.
 
     Scratch is 4 bytes per tile, and per row K tiles of 8 bytes per score: 8 · √(5 · K · L) bytes or so.
@@ -147,17 +146,16 @@ def largest(
         topk: Budget.
         p_topk: Budgets in its place, likewise.
         widest: Upper bound of the budgets.
-        maxima: The largest score of each tile of `tile_size(L, min(widest, L))`, NaN counted as -inf, where these are
-            known already.
-        with_scores: Whether the scores kept are wanted.
+        maxima: The largest score of each tile of `tile_size(L, widest)`, NaN counted as -inf, where these are known
+            already.
 
     Returns:
-        int32 indices, ascending, -1 where unused, and the scores there or None, -inf where unused.
+        int32 indices, ascending, -1 where unused, and the scores there, -inf where unused.
     """
     rows, total = scores.shape
     widest = min(widest, total)
     indices = torch.empty(rows, widest, dtype=torch.int32, device=scores.device)
-    kept = torch.empty(rows, widest, dtype=torch.float32, device=scores.device) if with_scores else None
+    kept = torch.empty(rows, widest, dtype=torch.float32, device=scores.device)
     if not widest or not rows:
         return indices, kept
     heads = rows // lengths.shape[0]
@@ -169,14 +167,14 @@ def largest(
         tiles = torch.empty(rows, widest, dtype=torch.int32, device=scores.device)
         near = torch.empty(rows, widest * tile, dtype=torch.int32, device=scores.device)
         near_scores = torch.empty(rows, widest * tile, dtype=torch.float32, device=scores.device)
-    block = max(_LEAST_BLOCK, min(_BLOCK, triton.next_power_of_2(-(-total // tile) if tile else total)))
+    block = _BLOCK if (-(-total // tile) if tile else total) > _BLOCK_NEAR else _BLOCK_NEAR
     launch(
         topk_kernel,
         (rows,),
         p_scores=scores,
         s_scores=scores.stride(0),
-        p_maxima=maxima if tile else None,
-        s_maxima=maxima.stride(0) if tile and maxima is not None else 0,
+        p_maxima=maxima,
+        s_maxima=0 if maxima is None else maxima.stride(0),
         p_lengths=lengths,
         p_topk=p_topk,
         topk=topk,
@@ -190,8 +188,8 @@ def largest(
         HEADS=heads,
         TILE=tile,
         BLOCK=block,
-        BLOCK_NEAR=min(block, 1024),
-        num_warps=8 if block > 1024 else 4,
+        BLOCK_NEAR=_BLOCK_NEAR,
+        num_warps=8 if block > _BLOCK_NEAR else 4,
     )
     return indices, kept
 
