@@ -124,7 +124,7 @@ def topk_indices(
     scores = scores.float().reshape(-1, total)
     per_row = {"p_topk": None, "topk": topk} if isinstance(topk, int) else {"p_topk": topk.reshape(-1), "topk": 0}
     indices, _ = largest(scores, lengths.reshape(-1), **per_row, widest=widest)
-    return indices.view(*rows, -1)
+    return indices.view(*rows, indices.shape[1])
 
 
 def largest(
