@@ -110,7 +110,7 @@ def test_any_shape(seed, lengths, layout, dtype, group, head_dim, parts):
 
 
 @full
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["dense", "paged by channel"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("group", [1, 2, 5, 7, 16])
