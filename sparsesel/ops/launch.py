@@ -66,14 +66,18 @@ class Launch:
         return (self.kernel, self.signature, self.constants, self.aligned, self.num_warps, self.num_stages)
 
 
-_record: ContextVar[list[Launch] | None] = ContextVar("sparsesel_launches", default=None)
+_record: ContextVar[tuple[list[Launch], bool] | None] = ContextVar("sparsesel_launches", default=None)
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Launches within are recorded in order and do not run; what they would have written is undefined."""
+def recording(*, running: bool = False) -> Iterator[list[Launch]]:
+    """Launches within are recorded in order and do not run; what they would have written is undefined.
+
+    Args:
+        running: Whether they run as well.
+    """
     launches: list[Launch] = []
-    token = _record.set(launches)
+    token = _record.set((launches, running))
     try:
         yield launches
     finally:
@@ -94,8 +98,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int = 4, num_stages
         return
     record = _record.get()
     if record is not None:
-        record.append(_describe(kernel, grid, num_warps, num_stages, arguments))
-        return
+        launches, running = record
+        launches.append(_describe(kernel, grid, num_warps, num_stages, arguments))
+        if not running:
+            return
     # Multiply-add fusion is named because Triton 3.9 warns where it is left to its default, which is about to change.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
