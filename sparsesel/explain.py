@@ -1,6 +1,7 @@
 """What a decode step would launch and where, found out without a device and without numbers."""
 
 import dataclasses
+import re
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from sparsesel.errors import InputError
 from sparsesel.kv import KVView
 from sparsesel.ops import backend
-from sparsesel.selector import LayerSpec, Selector, StepCost
+from sparsesel.selector import LayerSpec, Selector, StepCost, discover_and_aggregate
 
 if TYPE_CHECKING:  # importing it takes triton, which not every machine has
     from sparsesel.ops.launch import Launch
@@ -41,7 +42,15 @@ class Trace:
     torch_ops: int
 
 
-def trace(selector: Selector, layer: LayerSpec, length: int, *, page_size: int = 0, left_padded: bool = False) -> Trace:
+def trace(
+    selector: Selector,
+    layer: LayerSpec,
+    length: int,
+    *,
+    page_size: int = 0,
+    left_padded: bool = False,
+    fused: bool = True,
+) -> Trace:
     """Record the kernels of a prompt of `length - 2` tokens and two decode steps, the last at `length` visible keys.
 
     Everything lies on the device "meta", whose tensors have no content: a step that waited for its device fails here.
@@ -52,6 +61,7 @@ def trace(selector: Selector, layer: LayerSpec, length: int, *, page_size: int =
         length: Visible keys at the last step, at least `SHORTEST`.
         page_size: Tokens of a block of a paged cache, 0 for a dense one.
         left_padded: Whether every sequence begins at a column of its own.
+        fused: Whether a step is `attend`, rather than `discover` and `aggregate`.
 
     Raises:
         NotImplementedError: A step looks at the content of a tensor. torch says at which; in some places it calls this
@@ -74,8 +84,10 @@ def trace(selector: Selector, layer: LayerSpec, length: int, *, page_size: int =
             with recording() as launches, work:
                 if visible == length - 2:
                     selector.observe_prefill(query, kv, state, scale=scale)
-                else:
+                elif fused:
                     selector.attend(query, kv, state, scale=scale)
+                else:
+                    discover_and_aggregate(selector, query, kv, state, scale=scale)
             found.append(launches)
     prefill, first, step = found
     return Trace(prefill, first, step, state, work.allocated, work.operations)
@@ -159,7 +171,7 @@ def explain(
     layer: LayerSpec,
     length: int,
     *,
-    name: backend.Name = "auto",
+    name: str = "auto",
     device: torch.device | str = "cuda",
     page_size: int = 0,
 ) -> Explanation:
@@ -174,10 +186,15 @@ def explain(
         page_size: Tokens of a block of a paged cache, 0 for a dense one.
 
     Raises:
-        InputError: The backend cannot run there, or the selector cannot serve such a layer.
+        InputError: There is no such backend or it cannot run there, the selector cannot serve such a layer, or
+            `length` is too short.
     """
+    if length < SHORTEST:
+        raise InputError(
+            "contexts", expected=f"at least {SHORTEST}: a prompt and two steps", got=length, remedy="Give a longer one."
+        )
     device = torch.device(device)
-    runs = backend.resolve(name, device)
+    runs = backend.resolve(name, device)  # pyright: ignore[reportArgumentType] -- others are refused there
     why = _why(runs, name, device)
     cost = selector.cost(layer, length)
     if runs == "eager":
@@ -186,16 +203,12 @@ def explain(
         found = trace(selector, layer, length, page_size=page_size)
     except InputError as error:
         return Explanation(runs, why, None, f"It is refused: {error}", cost)
-    except NotImplementedError as error:
-        return Explanation(runs, why, None, _cannot_be_traced(error), cost)
-    except RuntimeError as error:
-        if "meta" not in str(error):
-            raise
+    except RuntimeError as error:  # NotImplementedError is one, too
         return Explanation(runs, why, None, _cannot_be_traced(error), cost)
     return Explanation(runs, why, found, _remark(found), cost)
 
 
-def _why(runs: str, name: backend.Name, device: torch.device) -> str:
+def _why(runs: str, name: str, device: torch.device) -> str:
     kinds = {found.name: found.why for found in backend.available()}
     if runs == name:
         return f"asked for ({kinds[runs]})"
@@ -206,12 +219,11 @@ def _why(runs: str, name: backend.Name, device: torch.device) -> str:
     return f"the only one for tensors on {device.type}: Triton's kernels need a CUDA or ROCm device"
 
 
-def _cannot_be_traced(error: Exception) -> str:
-    what = str(error).strip().splitlines()[0]
-    return (
-        "Its kernels cannot be told beforehand: it looks at the content of tensors on the way, which waits for the "
-        f"device ({what})"
-    )
+def _cannot_be_traced(error: RuntimeError) -> str:
+    what = re.split(r"\.?\s*\n|\. ", str(error).strip())[0]  # torch goes on with advice that does not apply
+    if isinstance(error, NotImplementedError) or "meta tensor" in what:
+        what = f"it looks at the content of tensors on the way, which waits for the device ({what})"
+    return f"Its kernels cannot be told beforehand: {what}"
 
 
 def _remark(found: Trace) -> str:

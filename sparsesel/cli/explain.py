@@ -1,0 +1,293 @@
+"""`sparsesel explain`: which backend and kernels would serve a selector, and what they would take."""
+
+import dataclasses
+import importlib.util
+import itertools
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import Field
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from sparsesel.cli.console import err, out, print_json, safe
+from sparsesel.cli.selectors import resolve_selectors
+from sparsesel.config import AnyConfig, LayeredConfig, build, spread_layers
+from sparsesel.errors import InputError
+from sparsesel.eval.cost import CostConfig
+from sparsesel.registry import registry
+
+if TYPE_CHECKING:
+    from sparsesel.explain import Explanation
+    from sparsesel.ops.compilation import Resources
+    from sparsesel.ops.launch import Launch
+    from sparsesel.selector import LayerSpec, Selector
+
+_DEVICES = ("cuda", "cpu", "mps")
+_LAYERS = 10_000
+_PARTS = ("key_bytes", "value_bytes", "metadata_bytes", "score_bytes")
+# Layers that are tried for one that is not dense; no method leaves as many of the first ones dense.
+_FIRST_LAYERS = 64
+
+
+class _Geometry(CostConfig):
+    """What is explained."""
+
+    batch: int = Field(ge=1, le=1 << 20, description="B: sequences.")
+    page_size: int = Field(ge=0, le=1 << 20, description="Tokens of a block of a paged cache, 0 for a dense one.")
+    layer: int | None = Field(ge=0, lt=_LAYERS, description="Index of the layer.")
+
+
+def explain(
+    selector: Annotated[
+        str,
+        typer.Argument(metavar="SELECTOR", help="name, name:preset or a config file, then optional ,field=value"),
+    ],
+    heads: Annotated[int, typer.Option("--heads", help="Query heads of a layer.")],
+    kv_heads: Annotated[int, typer.Option("--kv-heads", help="Key-value heads of a layer; they divide the heads.")],
+    head_dim: Annotated[int, typer.Option("--head-dim", help="Channels of a head.")],
+    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
+    contexts: Annotated[
+        list[int] | None, typer.Option("--context", help="Visible keys; repeatable. [default: 131072]")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            help="cuda, cpu or mps, which need not be there, or a target to compile for, as sm_89 or gfx942. "
+            "[default: cuda where torch sees one, else cpu]",
+        ),
+    ] = None,
+    backend: Annotated[str, typer.Option("--backend", help="auto, triton or eager.")] = "auto",
+    batch: Annotated[int, typer.Option("--batch", help="Sequences.")] = 1,
+    page_size: Annotated[int, typer.Option("--page-size", help="Tokens of a block of a paged cache; 0: dense.")] = 0,
+    layer: Annotated[
+        int | None, typer.Option("--layer", help="Index of the layer. [default: the first that is not dense]")
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Set a field; may be given several times."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Explain what runs when a selector decodes: the backend and why, its kernels, memory, bytes read.
+
+    Nothing is run, and no device is needed: steps are traced on tensors without content. With a target for a device,
+    their kernels are compiled for it.
+    """
+    values = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "layers": 1,
+        "contexts": contexts or [131072],
+        "dtype": dtype,
+        "batch": batch,
+        "page_size": page_size,
+        "layer": layer,
+    }
+    geometry = build(_Geometry, values, where="explain")
+    ((spec, config),) = resolve_selectors([selector], sets or []).items()
+    if layer is None and isinstance(config, LayeredConfig):
+        raise InputError(
+            "--layer", expected="a layer, as the file names selectors by layers", got="none", remedy="Give its index."
+        )
+
+    from sparsesel import explain as library
+
+    where, target = _where(device)
+    spec_of_layer, made = _selector(config, geometry)
+    found = {
+        context: library.explain(made, spec_of_layer, context, name=backend, device=where, page_size=page_size)
+        for context in geometry.contexts
+    }
+    report = {
+        "selector": spec,
+        "config": made.config.model_dump(mode="json"),
+        **geometry.model_dump(mode="json", exclude={"layers", "contexts", "bandwidth"}),
+        "layer": spec_of_layer.layer_idx,
+        "device": where,
+        "target": target,
+        "backend": next(iter(found.values())).backend,
+        "why": next(iter(found.values())).why,
+        "contexts": [_context(context, one, _compiled(one, target)) for context, one in found.items()],
+    }
+    if as_json:
+        print_json(report)
+    else:
+        _print(report)
+
+
+def _where(device: str | None) -> tuple[str, str | None]:
+    """The kind of device, and the target that kernels are to be compiled for if one is named."""
+    import torch
+
+    if device is None:
+        return ("cuda" if torch.cuda.is_available() else "cpu"), None
+    if device in _DEVICES:
+        return device, None
+    targets: tuple[str, ...] = ()
+    if importlib.util.find_spec("triton") is not None:
+        from sparsesel.ops.compilation import TARGETS
+
+        targets = tuple(TARGETS)
+    if device not in targets:
+        raise InputError(
+            "--device",
+            expected=f"one of {', '.join((*_DEVICES, *targets))}",
+            got=repr(device),
+            remedy="Name one of them." if targets else "Install triton to compile for others.",
+        )
+    return "cuda", device
+
+
+def _selector(config: AnyConfig, geometry: _Geometry) -> "tuple[LayerSpec, Selector]":
+    """The layer that is explained, and its selector: by default the first layer that is not dense."""
+    import torch
+
+    from sparsesel.rotary import Rotary
+    from sparsesel.selector import LayerSpec
+
+    meta = torch.device("meta")
+    layer = LayerSpec(
+        layer_idx=geometry.layer or 0,
+        num_attention_heads=geometry.heads,
+        num_key_value_heads=geometry.kv_heads,
+        head_dim=geometry.head_dim,
+        dtype=getattr(torch, geometry.dtype),
+        device=meta,
+        batch_size=geometry.batch,
+        rotary=Rotary(torch.empty(geometry.head_dim // 2, device=meta)),
+    )
+    if isinstance(config, LayeredConfig):
+        config = spread_layers(config.layers, range(_LAYERS)).get(layer.layer_idx) or registry().make_config("full")
+    selector = registry().make_selector(config)
+    context = max(geometry.contexts)
+    if geometry.layer is None:
+        candidates = [dataclasses.replace(layer, layer_idx=index) for index in range(_FIRST_LAYERS)]
+        layer = next((one for one in candidates if selector.cost(one, context).attended < context), layer)
+    return layer, selector
+
+
+def _compiled(found: "Explanation", target: str | None) -> "dict[Any, Resources | str]":
+    """What every kernel takes on `target`, or why it does not compile, by configuration."""
+    if target is None or found.trace is None:
+        return {}
+    from sparsesel.ops.compilation import compile_launch
+
+    results: dict[Any, Resources | str] = {}
+    with err.status(f"Compiling for {target}"):
+        for launch in [*found.trace.prefill, *found.trace.first, *found.trace.step]:
+            if launch.configuration in results:
+                continue
+            try:
+                results[launch.configuration] = compile_launch(launch, target)
+            except InputError:
+                raise
+            except Exception as error:  # Triton's compilers raise many kinds
+                results[launch.configuration] = f"does not compile: {type(error).__name__}: {error}"
+    return results
+
+
+def _context(context: int, found: "Explanation", compiled: "dict[Any, Resources | str]") -> dict[str, Any]:
+    """Everything about one context."""
+    known = {
+        "context": context,
+        "remark": found.remark,
+        "attended": found.cost.attended,
+        "bytes_read": found.cost.bytes_read,
+        **{part: getattr(found.cost, part) for part in _PARTS},
+    }
+    if found.trace is None:
+        return known | {
+            "state_bytes": found.cost.state_bytes,
+            "workspace_bytes": None,
+            "torch_ops": None,
+            "kernels": None,
+        }
+    phases = {"prefill": found.trace.prefill, "first step": found.trace.first, "later steps": found.trace.step}
+    kernels = {phase: [_launch(one, compiled) for one in launches] for phase, launches in phases.items()}
+    return known | {
+        "state_bytes": found.trace.state.nbytes(),
+        "workspace_bytes": found.trace.workspace,
+        "torch_ops": found.trace.torch_ops,
+        "kernels": kernels,
+    }
+
+
+def _launch(launch: "Launch", compiled: "dict[Any, Resources | str]") -> dict[str, Any]:
+    module, _, kernel = launch.kernel.partition(":")
+    took = compiled.get(launch.configuration)
+    return {
+        "kernel": kernel,
+        "module": module,
+        "grid": list(launch.grid),
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+        "constants": {name: value for name, value in launch.constants if name.isupper()},
+        "compiled": took if took is None or isinstance(took, str) else dataclasses.asdict(took),
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    cache = f"a cache paged by {report['page_size']}" if report["page_size"] else "a dense cache"
+    out.print(
+        f"{safe(report['selector'])}, layer {report['layer']}: {report['heads']} query heads over {report['kv_heads']} "
+        f"KV heads of {report['head_dim']}, {report['dtype']}, batch {report['batch']}, {cache}",
+        style="bold",
+        soft_wrap=True,
+    )
+    out.print(f"backend {report['backend']}: {safe(report['why'])}", soft_wrap=True)
+    for one in report["contexts"]:
+        out.print(f"\nContext {one['context']}", style="bold underline")
+        parts = ", ".join(f"{part.removesuffix('_bytes')} {_size(one[part])}" for part in _PARTS)
+        out.print(f"reads      {_size(one['bytes_read'])} a step by design: {parts}", soft_wrap=True)
+        out.print(f"attends    {one['attended']:.0f} keys per query head", soft_wrap=True)
+        out.print(f"state      {_size(one['state_bytes'])} beside the cache", soft_wrap=True)
+        if one["kernels"] is not None:
+            ops = f"{one['torch_ops']} PyTorch operations beside the kernels"
+            out.print(f"workspace  {_size(one['workspace_bytes'])} allocated in a step; {ops}", soft_wrap=True)
+        if one["remark"]:
+            out.print(safe(one["remark"]), soft_wrap=True)
+        if one["kernels"] is not None:
+            out.print(_table(one["kernels"], report["target"]))
+
+
+def _table(kernels: dict[str, list[dict[str, Any]]], target: str | None) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("phase", min_width=11)
+    table.add_column("kernel", overflow="fold", min_width=14)
+    table.add_column("grid", justify="right", no_wrap=True)
+    for heading in ("warps", "stages", *(("regs", "spilled", "shared") if target else ())):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("constants", overflow="fold", min_width=12)
+    if kernels["first step"] == kernels["later steps"]:
+        kernels = {"prefill": kernels["prefill"], "every step": kernels["later steps"]}
+    for phase, launches in kernels.items():
+        rows = [(one, len(list(run))) for one, run in itertools.groupby(launches)]
+        if not rows:
+            table.add_row(phase, "none")
+        for place, (one, times) in enumerate(rows):
+            took, text = one["compiled"], ", ".join(f"{name}={value}" for name, value in one["constants"].items())
+            numbers = [one["num_warps"], one["num_stages"]]
+            if isinstance(took, dict):
+                numbers += [took["registers"], took["spilled"], took["shared"]]
+            elif took is not None:
+                numbers += ["-", "-", "-"]
+                text = took
+            table.add_row(
+                "" if place else phase,
+                one["kernel"].removesuffix("_kernel") + (f" ×{times}" if times > 1 else ""),
+                "×".join(str(extent) for extent in one["grid"]),
+                *(str(number) for number in numbers),
+                Text(safe(text)),
+            )
+    return table
+
+
+def _size(count: float) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count:.0f} B"
