@@ -146,20 +146,6 @@ def test_compiling_needs_a_process_without_the_interpreter(run):
 def test_a_target_is_compiled_for(tmp_path):
     geometry = [str(part) for option in GEOMETRY.items() for part in option]
     words = ["explain", "full", *geometry, "--context", "4096", "--device", "sm_89", "--json"]
-        "explain",
-        "full",
-        "--heads",
-        "8",
-        "--kv-heads",
-        "2",
-        "--head-dim",
-        "64",
-        "--context",
-        "4096",
-        "--device",
-        "sm_89",
-        "--json",
-    ]
     result = subprocess.run(
         [sys.executable, "-m", "sparsesel", *words],
         env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
