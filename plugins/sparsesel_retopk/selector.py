@@ -16,35 +16,40 @@ query and its support then enter the cache.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sparsesel.config import resolve_topk
 from sparsesel.kv import KVView
-from sparsesel.ops import dense_attention, softmax_values, sparse_attention
+from sparsesel.ops import backend, dense_attention, softmax_values, sparse_attention
 from sparsesel.selector import LayerSpec, StepCost, Support
 from sparsesel_retopk.config import ReTopKConfig
 from sparsesel_retopk.stages import (
     Budget,
     Ranked,
     build_supports,
-    falls_back,
-    gather_candidates,
-    is_refresh,
+    choose_paths,
+    count_step,
     rank_on_device,
     rank_on_host,
-    recall,
 )
 from sparsesel_retopk.state import SPARE, ReTopKState, inverse_norm, support_width
 
 
 @dataclass(frozen=True)
 class ReTopKSelector:
-    """The selector; everything that changes is in `ReTopKState`. The module's text says how it works."""
+    """The selector; everything that changes is in `ReTopKState`. The module's text says how it works.
+
+    Attributes:
+        config: Its configuration.
+        level: How much of a step is fused on the Triton backend, see `step.py`; the results are the same. For
+            benchmarks that build the fused path up.
+    """
 
     config: ReTopKConfig
+    level: Literal[1, 2, 3, 4, 5] = 4
 
     def init_state(self, layer: LayerSpec) -> ReTopKState:
         """An empty cache: the first step is exact."""
@@ -58,6 +63,10 @@ class ReTopKSelector:
 
     def discover(self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: ReTopKState, *, scale: float) -> Support:
         """The support of every query head, by whichever path it takes; enters it into the cache."""
+        if backend.current(query.device) == "triton":
+            from sparsesel_retopk import step
+
+            return step.discover(query, kv, state, self.config, self.level, scale=scale)
         return self._step(query, kv, state, scale=scale)[0]
 
     def aggregate(
@@ -72,6 +81,10 @@ class ReTopKSelector:
         self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: ReTopKState, *, scale: float
     ) -> Float[Tensor, "B Hq 1 D"]:
         """One decode step; the scores that ranked the support also weigh it."""
+        if backend.current(query.device) == "triton":
+            from sparsesel_retopk import step
+
+            return step.attend(query, kv, state, self.config, self.level, scale=scale)
         _, ranked = self._step(query, kv, state, scale=scale)
         return softmax_values(ranked.scores, kv, ranked.indices).to(query.dtype)
 
@@ -106,33 +119,11 @@ class ReTopKSelector:
         if state.has_unbuilt:
             build_supports(state, kv, config, budget.widest, scale=scale)
 
-        positions = kv.lengths - 1
         current = query.detach()[:, :, 0]
         norms = inverse_norm(current)
-        slots, found = state.recent(positions, config.cache_size)
-        recalled = recall(current, norms, state, slots, found, config)
-
-        paths = {
-            "refresh": is_refresh(positions - state.prefill_end, config)[:, None],
-            "cold": ~found.any(1)[:, None],
-            "fallback": falls_back(recalled.similarity, kv.num_heads, config),
-        }
-        exact = torch.zeros_like(recalled.similarity, dtype=torch.bool)
-        for reason, applies in paths.items():
-            paths[reason] = applies & ~exact
-            exact = exact | applies
-        candidates = gather_candidates(state, recalled, kv, ~exact, budget.widest, config.window_size)
-        paths["underfull"] = ~exact & (candidates.counts < budget.allowed)
-        exact = exact | paths["underfull"]
-        reuse = ~exact
-
+        paths, candidates = choose_paths(current, norms, kv, state, config, budget)
         rank = rank_on_host if kv.device.type == "cpu" else rank_on_device
-        ranked = rank(query, kv, exact, candidates, budget, scale=scale)
-        state.insert_step(positions, current, norms, ranked.indices)
-
-        support = Support.of(ranked.indices[:, :, None])
-        state.counters.add_step(support, kv, query.shape[1])
-        for name, happened in (paths | {"exact": exact, "reuse": reuse}).items():
-            state.counters.add(name, happened)
-        state.counters.add("candidates", candidates.counts * reuse)
-        return support, ranked
+        ranked = rank(query, kv, ~paths["reuse"], candidates, budget, scale=scale)
+        state.insert_step(kv.lengths - 1, current, norms, ranked.indices)
+        count_step(state, budget, paths, candidates)
+        return Support.of(ranked.indices[:, :, None]), ranked

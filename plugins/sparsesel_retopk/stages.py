@@ -169,6 +169,57 @@ def falls_back(similarity: Float[Tensor, "B Hq"], num_kv_heads: int, config: ReT
     return (~(decisive >= config.similarity_threshold)).expand_as(group).flatten(1)
 
 
+def choose_paths(
+    current: Float[Tensor, "B Hq D"],
+    norms: Float[Tensor, "B Hq"],
+    kv: KVView,
+    state: ReTopKState,
+    config: ReTopKConfig,
+    budget: Budget,
+    *,
+    all_candidates: bool = False,
+) -> tuple[dict[str, Bool[Tensor, "B Hq"]], Candidates]:
+    """Which way each head goes: exactly one of `refresh`, `cold`, `fallback`, `underfull` (all exact) and `reuse`.
+
+    Args:
+        current: Queries, not normalised.
+        norms: Their `inverse_norm`.
+        kv: Keys and values.
+        state: The ring.
+        config: Says who is exact.
+        budget: Of this step.
+        all_candidates: Whether A is wanted of exact heads too.
+    """
+    positions = kv.lengths - 1
+    slots, found = state.recent(positions, config.cache_size)
+    recalled = recall(current, norms, state, slots, found, config)
+    paths = {
+        "refresh": is_refresh(positions - state.prefill_end, config)[:, None],
+        "cold": ~found.any(1)[:, None],
+        "fallback": falls_back(recalled.similarity, kv.num_heads, config),
+    }
+    exact = torch.zeros_like(recalled.similarity, dtype=torch.bool)
+    for reason, applies in paths.items():
+        paths[reason] = applies & ~exact
+        exact = exact | applies
+    heads = torch.ones_like(exact) if all_candidates else ~exact
+    candidates = gather_candidates(state, recalled, kv, heads, budget.widest, config.window_size)
+    paths["underfull"] = ~exact & (candidates.counts < budget.allowed)
+    paths["reuse"] = ~(exact | paths["underfull"])
+    return paths, candidates
+
+
+def count_step(
+    state: ReTopKState, budget: Budget, paths: dict[str, Bool[Tensor, "B Hq"]], candidates: Candidates
+) -> None:
+    """Count one decode step."""
+    reuse = paths["reuse"]
+    steps = {"steps": torch.ones_like(reuse), "selected": budget.allowed, "visible": budget.lengths}
+    counted = steps | paths | {"exact": ~reuse, "candidates": candidates.counts * reuse}
+    for name, values in counted.items():
+        state.counters.add(name, values)
+
+
 def gather_candidates(
     state: ReTopKState,
     recalled: Recalled,
@@ -245,8 +296,12 @@ def rank_candidates(
     query: Float[Tensor, "B Hq 1 D"], kv: KVView, candidates: Candidates, budget: Budget, *, scale: float
 ) -> Ranked:
     """TopK(A, K) by the current query's scores."""
+    return best_candidates(indexed_qk(query, kv, candidates.indices, scale=scale), candidates, budget)
+
+
+def best_candidates(scores: Float[Tensor, "B Hq M"], candidates: Candidates, budget: Budget) -> Ranked:
+    """TopK(A, K) by these scores."""
     # Candidates ascend, so ties that go to the lower column go to the lower position.
-    scores = indexed_qk(query, kv, candidates.indices, scale=scale)
     columns = choose(scores, budget.topk, candidates.counts, budget.widest)
     indices = candidates.indices.gather(-1, columns.indices.clamp_min(0).long())
     indices = indices.masked_fill_(columns.indices < 0, -1)

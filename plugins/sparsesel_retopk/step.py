@@ -1,0 +1,248 @@
+"""A ReTopK decode step in Triton: what is launched, in which order, with what scratch.
+
+Scratch is allocated in every step. The allocator hands all layers the same memory, of which the scan's, as long as
+the context, would be much to keep per layer; in a captured CUDA graph it belongs to the graph; and nothing has to
+follow the rows of a batch when they move.
+"""
+
+import functools
+import inspect
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import triton
+from jaxtyping import Float
+from torch import Tensor
+
+from sparsesel.config import resolve_topk
+from sparsesel.kv import KVView
+from sparsesel.ops import indexed_qk, reference, softmax_values
+from sparsesel.ops.launch import block_channels, block_tokens, kv_arguments, launch, query_arguments, topk_arguments
+from sparsesel.ops.split_k import num_splits
+from sparsesel.selector import Support
+from sparsesel_retopk import kernels
+from sparsesel_retopk.config import ReTopKConfig
+from sparsesel_retopk.stages import Budget, Candidates, best_candidates, build_supports, choose_paths, count_step
+from sparsesel_retopk.state import ReTopKState, inverse_norm
+
+Level = Literal[1, 2, 3, 4, 5]
+"""How much of a step is fused, as the paper builds it up; all levels give the same.
+
+1: Every stage by itself, in PyTorch but for top-K; keys and values of candidates are gathered into tensors.
+2: Keys and values are read by index where they lie.
+3: Matching, choosing the path and building the candidates are one kernel.
+4: So are top-K, softmax, values and the insertion into the cache.
+5: These two and the scores between them are one kernel.
+
+Exact heads go through the same kernels at every level.
+"""
+
+# What `kernels.recall` counts, in its order; the paths among them by their numbers there, from 1 at "refresh".
+NAMES = ("steps", "selected", "visible", "refresh", "cold", "fallback", "underfull", "exact", "reuse", "candidates")
+
+# Numbers of a tile of rows that a program of eight warps works on at a time.
+_TILE = 1 << 14
+
+
+def attend(
+    query: Float[Tensor, "B Hq 1 D"],
+    kv: KVView,
+    state: ReTopKState,
+    config: ReTopKConfig,
+    level: Level,
+    *,
+    scale: float,
+) -> Float[Tensor, "B Hq 1 Dv"]:
+    """One decode step; updates `state`."""
+    query = query.detach()
+    arguments = _prepare(query, kv, state, config, scale=scale)
+    if level < 4:
+        output = _separate(query, kv, state, config, level, arguments, scale=scale)
+    else:
+        output = query.new_empty(*query.shape[:3], kv.values.shape[3])
+        _fused(level, arguments | {"p_out": output})
+    _exact(arguments | {"p_out": output})
+    return output
+
+
+def discover(
+    query: Float[Tensor, "B Hq 1 D"],
+    kv: KVView,
+    state: ReTopKState,
+    config: ReTopKConfig,
+    level: Level,
+    *,
+    scale: float,
+) -> Support:
+    """The support of one decode step; updates `state` as `attend` does."""
+    query = query.detach()
+    arguments = _prepare(query, kv, state, config, scale=scale)
+    indices = torch.empty(*query.shape[:2], 1, arguments["widest"], dtype=torch.int32, device=kv.device)
+    arguments["p_support"] = indices
+    if level < 4:
+        _separate(query, kv, state, config, level, arguments, scale=scale)
+    else:
+        _fused(level, arguments)
+    _exact(arguments)
+    return Support.of(indices)
+
+
+def _prepare(query: Tensor, kv: KVView, state: ReTopKState, config: ReTopKConfig, *, scale: float) -> dict[str, Any]:
+    """Every parameter of every kernel by name, after what a first step has to make good."""
+    batch, num_heads, _, dim = query.shape
+    queries = query_arguments(query, kv)
+    topk = resolve_topk(config.topk, kv.max_length)
+    widest = min(topk, kv.max_length)
+    state.widen(widest)
+    if state.has_unbuilt:
+        build_supports(state, kv, config, widest, scale=scale)
+
+    # Distinct positions below L, of R supports and the window; in whole cache lines.
+    most = min(config.recall_size * widest + config.window_size, kv.max_length)
+    most = triton.cdiv(most, 16) * 16
+    longest = triton.cdiv(kv.max_length, 16) * 16
+    splits = num_splits(batch * kv.num_heads, kv.max_length)
+    block = max(64, min(2048, triton.next_power_of_2(config.recall_size * topk + config.window_size)))
+    block_d, block_dv = block_channels(dim), block_channels(kv.values.shape[3])
+    new = partial(torch.empty, device=kv.device)
+    rows = (batch, num_heads)
+    return {
+        **queries,
+        **kv_arguments(kv),
+        **topk_arguments(config.topk, kv),
+        "scale": scale,
+        "DIM_V": kv.values.shape[3],
+        # The ring.
+        "p_entries": state.queries,
+        "p_norms": state.inverse_norms,
+        "p_supports": state.supports,
+        "p_stamps": state.stamps,
+        "p_unbuilt": state.unbuilt.view(torch.uint8),
+        "p_prefill_end": state.prefill_end,
+        "slots": state.stamps.shape[1],
+        "width": state.supports.shape[3],
+        # Matching and the path.
+        "cache_size": config.cache_size,
+        "recall_size": config.recall_size,
+        "window_size": config.window_size,
+        "threshold": config.similarity_threshold,
+        "refresh_interval": config.refresh_interval,
+        "FALLBACK": config.fallback,
+        "SCOPE": config.fallback_scope,
+        "RECENT": config.retrieval == "recent",
+        "p_rho": new(*rows, config.cache_size),
+        "p_paths": new(rows, dtype=torch.int32),
+        "p_sums": state.counters.table(NAMES, num_heads, kv.device),
+        # Candidates.
+        "p_runs": new(*rows, 2, config.recall_size * widest, dtype=torch.int32),
+        "p_ids": new(*rows, most, dtype=torch.int32),
+        "s_ids": most,
+        "p_counts": new(rows, dtype=torch.int32),
+        "p_scores": new(*rows, most),
+        "steps": widest.bit_length(),
+        "LEVELS": (config.recall_size - 1).bit_length(),
+        # What is kept of them.
+        "p_kept": new(*rows, widest),
+        "widest": widest,
+        "p_out": None,
+        "p_support": None,
+        # The scan of exact heads.
+        "p_bounds": new(rows, dtype=torch.int32),
+        "p_found": new(*rows, longest, dtype=torch.int32),
+        "p_found_scores": new(*rows, longest),
+        "s_found": longest,
+        "p_found_counts": new(*rows, splits, dtype=torch.int32),
+        "num_splits": splits,
+        "PART": block_tokens(kv.keys),
+        # Tiles.
+        "BLOCK": block,
+        "BLOCK_C": max(1, min(triton.next_power_of_2(config.cache_size), _TILE // 2 // block_d)),
+        "BLOCK_DV": block_dv,
+        "BLOCK_K": _TILE // block_d,
+        "BLOCK_N": _TILE // block_dv,
+        "BLOCK_S": triton.next_power_of_2(splits),
+    }
+
+
+def _fused(level: Level, arguments: dict[str, Any]) -> None:
+    """The heads that reuse, and the bounds of those that are exact."""
+    if level == 5:
+        _run(kernels.reuse_kernel, arguments)
+        return
+    _run(kernels.recall_kernel, arguments)
+    _score(arguments, reuse=True)
+    _run(kernels.finish_kernel, arguments | {"REUSE": True})
+
+
+def _separate(
+    query: Tensor,
+    kv: KVView,
+    state: ReTopKState,
+    config: ReTopKConfig,
+    level: Level,
+    arguments: dict[str, Any],
+    *,
+    scale: float,
+) -> Tensor:
+    """The same as `_fused` stage by stage; the output, which exact heads have yet to write theirs into."""
+    current, budget = query[:, :, 0], Budget.of(config.topk, kv, query.shape[1])
+    norms = inverse_norm(current)
+    if level == 3:
+        _run(kernels.recall_kernel, arguments)
+        _score(arguments, reuse=True)
+        candidates, scores = Candidates(arguments["p_ids"], arguments["p_counts"]), arguments["p_scores"]
+    else:
+        paths, candidates = choose_paths(current, norms, kv, state, config, budget, all_candidates=True)
+        count_step(state, budget, paths, candidates)
+        codes = (number * paths[name].int() for number, name in enumerate(NAMES[3:7], start=1))
+        arguments |= {
+            "p_paths": functools.reduce(torch.add, codes),
+            "p_counts": candidates.counts.int(),
+            "p_ids": candidates.indices.contiguous(),
+            "s_ids": candidates.indices.shape[2],
+            "p_scores": torch.empty(candidates.indices.shape, device=kv.device),
+        }
+        scores = (reference.indexed_qk if level == 1 else indexed_qk)(query, kv, candidates.indices, scale=scale)
+        _score(arguments, reuse=False)
+    ranked = best_candidates(scores, candidates, budget)
+    state.insert_step(kv.lengths - 1, current, norms, ranked.indices)
+    if arguments["p_support"] is not None:
+        arguments["p_support"].copy_(ranked.indices[:, :, None])
+    _run(kernels.finish_kernel, arguments | {"REUSE": False})
+    weigh = reference.softmax_values if level == 1 else softmax_values
+    return weigh(ranked.scores, kv, ranked.indices).to(query.dtype)
+
+
+def _exact(arguments: dict[str, Any]) -> None:
+    """The exact heads; every program leaves at once where there are none."""
+    paths, keys = arguments["p_paths"], arguments["p_k"]
+    batch, kv_heads = paths.shape[0], keys.shape[1]
+    grid = (arguments["num_splits"], kv_heads, batch)
+    _run(kernels.scan_kernel, arguments | {"BLOCK_N": arguments["PART"]}, grid=grid, num_warps=4)
+    _run(kernels.finish_exact_kernel, arguments)
+
+
+def _score(arguments: dict[str, Any], *, reuse: bool) -> None:
+    """Scores of the candidates, or of exact heads' alone."""
+    batch, num_heads = arguments["p_paths"].shape
+    block = arguments["PART"]
+    grid = (triton.cdiv(arguments["s_ids"], block), num_heads, batch)
+    _run(kernels.score_kernel, arguments | {"REUSE": reuse, "BLOCK_N": block}, grid=grid, num_warps=4)
+
+
+def _run(
+    kernel: Any, arguments: dict[str, Any], *, grid: tuple[int, ...] | None = None, num_warps: int | None = None
+) -> None:
+    """Launch with those of the arguments that the kernel takes; by default one program per head and sequence."""
+    launch(
+        kernel,
+        grid or arguments["p_paths"].shape[::-1],
+        num_warps=num_warps or (8 if arguments["BLOCK"] > 512 else 4),
+        **{name: arguments[name] for name in _parameters(kernel)},
+    )
+
+
+@functools.cache
+def _parameters(kernel: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(kernel.fn).parameters)
