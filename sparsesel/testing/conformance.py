@@ -10,18 +10,30 @@ class TestMine(SelectorConformance):
 
 It knows nothing of how a selector selects: it compares one way of running it with another, and outputs with
 float64 attention over the selector's own support. Everything in it is deterministic.
+
+What runs the operations, and where, is a matter of class attributes. A selector made of `sparsesel.ops`, or with
+kernels of its own, is tested on Triton without a GPU in Triton's interpreter. That is slow, hence `quick`, and needs
+`TRITON_INTERPRET=1` in the environment before triton is imported, for example at the top of `conftest.py`:
+
+```python
+class TestMineOnTriton(SelectorConformance):
+    selector = "mine"
+    backend = "triton"
+    quick = True
+```
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from sparsesel.config import SelectorConfig, resolve_topk
+from sparsesel.config import BackendName, SelectorConfig, resolve_topk
 from sparsesel.errors import InputError
+from sparsesel.ops.backend import using
 from sparsesel.registry import registry
 from sparsesel.selector import Selector, SelectorState
 from sparsesel.testing.inputs import HOSTILE, DenseLayout, Layout, PagedLayout, Stream, hostile_stream, random_stream
@@ -36,6 +48,8 @@ except ImportError as error:
     raise ImportError(
         "sparsesel.testing.conformance needs pytest and hypothesis: pip install 'sparsesel[test]'"
     ) from error
+
+T = TypeVar("T")
 
 BUDGETS = (8, 16, 32, 64, 128, 256, 512)
 
@@ -116,11 +130,18 @@ class SelectorConformance:
             axis: "group" for a selector that returns supports per query head and yet lets the query heads of one
             key-value head influence each other. Such a selector cannot give under grouped queries what it gives under
             repeated keys, and is asked for that only where the heads of a group agree.
+        backend: What runs the operations in every test: "triton", "eager", or "auto", the best one for `device`.
+        device: Where queries, keys and values lie.
+        quick: The same tests with fewer heads, steps and examples, about a twelfth of the work: for a backend as slow
+            as Triton's interpreter.
     """
 
     selector: ClassVar[str] = ""
     overrides: ClassVar[Mapping[str, Any]] = {}
     decides_per: ClassVar[Literal["head", "group"]] = "head"
+    backend: ClassVar[BackendName] = "auto"
+    device: ClassVar[str] = "cpu"
+    quick: ClassVar[bool] = False
 
     def make_selector(self, spec: str, values: Mapping[str, Any]) -> Selector:
         """Make the selector under test. Override it for one that is not installed as a plugin."""
@@ -129,6 +150,12 @@ class SelectorConformance:
     def expected(self, step: Step) -> Expected:
         """The output in float64. Override it where `aggregate` is more than attention over the support."""
         return step.expected()
+
+    @pytest.fixture(autouse=True)
+    def backend_in_force(self) -> Iterator[None]:
+        """Has `backend` run whatever the test does."""
+        with using(self.backend):
+            yield
 
     @pytest.fixture
     def selector_spec(self) -> str:
@@ -144,6 +171,15 @@ class SelectorConformance:
         """The selector under test, outside pytest's fixtures."""
         return Subject(lambda values: self.make_selector(selector_spec, values), self.overrides)
 
+    def pick(self, complete: T, quick: T) -> T:
+        """The size of something in a test: `quick` where that is asked for."""
+        return quick if self.quick else complete
+
+    def stream(self, seed: int, **sizes: Any) -> Stream:
+        """A `random_stream` on the device under test, of two query heads that share keys if quick, else four."""
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1} if self.quick else {}
+        return random_stream(seed, **{**heads, **sizes}).to(self.device)
+
     # The contract
 
     def test_follows_the_protocol(self, subject: Subject) -> None:
@@ -156,7 +192,7 @@ class SelectorConformance:
         require(again == config and hash(again) == hash(config), f"{config!r} comes back from JSON as {again!r}")
         undescribed = [n for n, f in type(config).model_fields.items() if n != "name" and not f.description]
         require(not undescribed, f"fields without a description: {undescribed}")
-        replay = Replay(selector, random_stream(0, batch=3, length=subject.prompt + 2)).prefill(subject.prompt)
+        replay = Replay(selector, self.stream(0, batch=3, length=subject.prompt + 2)).prefill(subject.prompt)
         replay.step()
         require(isinstance(replay.state, SelectorState), f"state is {type(replay.state).__name__}")
         for name, tensor in replay.state.tensors().items():
@@ -165,7 +201,7 @@ class SelectorConformance:
 
     def test_leaves_its_inputs_alone(self, subject: Subject) -> None:
         """Queries, keys and values are read, never written."""
-        replay = subject.replay(random_stream(1, batch=2, lengths=[subject.prompt + 2, 30]), layout=DenseLayout())
+        replay = subject.replay(self.stream(1, batch=2, lengths=[subject.prompt + 2, 30]), layout=DenseLayout())
         selector, state, scale = replay.selector, replay.state, replay.scale
         replay.skip(subject.prompt)
         for phase in ("observe_prefill", "discover and aggregate", "attend"):
@@ -191,16 +227,18 @@ class SelectorConformance:
 
     def test_counts_its_steps(self, subject: Subject) -> None:
         """Counters `steps`, `selected` and `visible` say what happened, on either way through a step."""
-        stream = random_stream(2, lengths=[subject.prompt + 5, subject.prompt])
+        count = self.pick(5, 2)
+        stream = self.stream(2, lengths=[subject.prompt + count, subject.prompt])
         replay = subject.replay(stream).prefill(subject.prompt)
         fused = replay.fork()
-        selected, visible = torch.zeros(4), 0
-        for step in replay.steps(5):
+        heads = stream.query.shape[1]
+        selected, visible = torch.zeros(heads), 0
+        for step in replay.steps(count):
             selected += step.mask.sum((0, 2))
             visible += int(step.lengths.sum())
             fused.attend()
-        steps = torch.full((4,), 10)
-        expected = {"steps": steps, "selected": selected, "visible": torch.full((4,), visible)}
+        steps = torch.full((heads,), 2 * count)
+        expected = {"steps": steps, "selected": selected, "visible": torch.full((heads,), visible)}
         for way, run in (("discover", replay), ("attend", fused)):
             counters = run.state.counters.read()
             for name, values in expected.items():
@@ -210,7 +248,7 @@ class SelectorConformance:
     @pytest.mark.parametrize("length", [1, 111, 4096, 1 << 20])
     def test_cost_makes_sense(self, subject: Subject, length: int) -> None:
         """A step's cost is finite, not negative, and attends to no more than there is and the budget allows."""
-        cost = subject.make().cost(random_stream(0, length=1).layer_spec(), length)
+        cost = subject.make().cost(self.stream(0, length=1).layer_spec(), length)
         for field, value in dataclasses.asdict(cost).items():
             require(math.isfinite(value) and value >= 0, f"{field} is {value}")
         require(cost.bytes_read > 0, "a step that reads nothing")
@@ -220,10 +258,11 @@ class SelectorConformance:
     def test_state_stays_bounded(self, subject: Subject) -> None:
         """The state grows no faster than the sequence, capacity doubled at most."""
         more = 2 * subject.prompt
-        replay = subject.replay(random_stream(3, length=subject.prompt + more)).prefill(subject.prompt)
+        replay = subject.replay(self.stream(3, length=subject.prompt + more)).prefill(subject.prompt)
         replay.step()
         first, at_first = replay.state.nbytes(), replay.length
-        replay.steps(more - 1)
+        steps = self.pick(more - 1, 3)
+        (replay.prefill(more - 1 - steps) if steps < more - 1 else replay).steps(steps)
         require(first >= 0, f"state of {first} bytes")
         limit = 2 * first * replay.length / at_first
         require(
@@ -236,13 +275,14 @@ class SelectorConformance:
     @pytest.mark.parametrize("padded", [False, True])
     def test_large_budget_equals_dense_attention(self, subject: Subject, padded: bool) -> None:
         """K ≥ L selects everything, in every step."""
-        total = subject.prompt + 6
-        lengths = [total, total - 20, 7] if padded else None
-        stream = random_stream(10, batch=3, length=total, lengths=lengths)
+        count = self.pick(6, 2)
+        total = subject.prompt + count
+        lengths = [total, total - 20, count + 1] if padded else None
+        stream = self.stream(10, batch=self.pick(3, 1), length=total, lengths=lengths)
         for topk in (subject.enough(total), subject.enough(2 * total)):
             replay = subject.replay(stream, topk=topk).prefill(subject.prompt)
             fused = replay.fork()
-            for at, step in enumerate(replay.steps(6)):
+            for at, step in enumerate(replay.steps(count)):
                 visible = torch.arange(step.mask.shape[2]) < step.lengths[:, None, None]
                 require(torch.equal(step.mask, visible.expand_as(step.mask)), f"step {at}: not everything is selected")
                 assert_close_to_float64(step.output, step.expected_dense(), f"step {at}")
@@ -252,9 +292,10 @@ class SelectorConformance:
 
     def test_supports_are_well_formed(self, subject: Subject) -> None:
         """Indices are int32, unique, ascending, visible, never padding, counted; no head passes its budget."""
-        total = subject.prompt + 24
-        stream = random_stream(20, lengths=[total, total - 11, 30])
-        for step in subject.replay(stream).prefill(subject.prompt).steps(24):  # the replay checks each
+        count = self.pick(24, 4)
+        total = subject.prompt + count
+        stream = self.stream(20, lengths=[total, total - 11, 30])
+        for step in subject.replay(stream).prefill(subject.prompt).steps(count):  # the replay checks each
             _require_budget(subject, step)
 
     def test_relative_budget_is_held(self, subject: Subject) -> None:
@@ -263,17 +304,18 @@ class SelectorConformance:
             subject.make(topk="25%")
         except (InputError, ValueError):
             pytest.skip("its topk takes no percentage")
-        total = subject.prompt + 8
-        replay = subject.replay(random_stream(21, lengths=[total, total - 11, 30]), topk="25%").prefill(subject.prompt)
-        for step in replay.steps(8):
+        count = self.pick(8, 2)
+        total = subject.prompt + count
+        replay = subject.replay(self.stream(21, lengths=[total, total - 11, 30]), topk="25%").prefill(subject.prompt)
+        for step in replay.steps(count):
             _require_budget(subject, step, "25%")
 
     def test_any_history_gives_sound_steps(self, subject: Subject) -> None:
         """After any mix of chunks, steps, rejected drafts and row operations: supports sound, outputs right."""
         actions = st.one_of(
             st.tuples(st.just("prefill"), st.integers(1, 12)),
-            st.tuples(st.just("step"), st.integers(1, 8)),
-            st.tuples(st.just("attend"), st.integers(1, 3)),
+            st.tuples(st.just("step"), st.integers(1, self.pick(8, 2))),
+            st.tuples(st.just("attend"), st.integers(1, self.pick(3, 2))),
             st.tuples(st.just("skip"), st.integers(1, 5)),
             st.tuples(st.just("crop"), st.integers(1, 40)),
             st.tuples(st.just("reorder"), st.integers(0, 5)),
@@ -281,12 +323,14 @@ class SelectorConformance:
             st.tuples(st.just("fork"), st.just(0)),
         )
 
-        @settings(max_examples=12, deadline=None, derandomize=True, database=None, phases=(Phase.generate,))
-        @given(st.booleans(), st.lists(actions, min_size=1, max_size=8))
+        examples = self.pick(12, 4)
+
+        @settings(max_examples=examples, deadline=None, derandomize=True, database=None, phases=(Phase.generate,))
+        @given(st.booleans(), st.lists(actions, min_size=1, max_size=self.pick(8, 5)))
         def run(padded: bool, history: list[tuple[str, int]]) -> None:
             total = subject.prompt + 100
             lengths = [total, total - 9] if padded else None
-            replay = subject.replay(random_stream(22, batch=2, length=total, lengths=lengths))
+            replay = subject.replay(self.stream(22, batch=2, length=total, lengths=lengths))
             replay.prefill(subject.prompt)
             for at, (action, amount) in enumerate(history):
                 self._act(subject, replay, action, amount, seed=100 + at)
@@ -311,10 +355,10 @@ class SelectorConformance:
                 rows = replay.stream.batch_size
                 replay.reorder(torch.randint(0, rows, (rows,), generator=torch.Generator().manual_seed(amount)))
             case "repeat":
-                if replay.stream.batch_size < 8:
+                if replay.stream.batch_size < self.pick(8, 4):
                     replay.repeat(amount)
             case "fork":
-                replay.fork().steps(2)
+                replay.fork().steps(self.pick(2, 1))
 
     def _require_sound(self, subject: Subject, step: Step) -> None:
         _require_budget(subject, step)
@@ -324,9 +368,10 @@ class SelectorConformance:
 
     def test_left_padded_batch_equals_its_sequences_alone(self, subject: Subject) -> None:
         """A sequence neither sees its padding nor its neighbours."""
-        prompt, count = subject.prompt, 12
+        prompt, count = subject.prompt, self.pick(12, 2)
         lengths = [prompt + count, prompt + count - 17, 20 + count, count + 1]
-        stream = random_stream(30, lengths=lengths)
+        lengths = self.pick(lengths, [lengths[0], lengths[2]])
+        stream = self.stream(30, lengths=lengths)
         for chunks in ([prompt], [9, prompt - 9]):  # after the first of two, some sequences have not begun
             steps = subject.replay(stream).prefill(*chunks).steps(count)
             for row, length in enumerate(lengths):
@@ -342,7 +387,9 @@ class SelectorConformance:
 
         Where a whole group decides together, only if its heads agree can they decide as they would alone.
         """
-        stream = random_stream(40, length=subject.prompt + 12, num_attention_heads=2 * group, num_key_value_heads=2)
+        count = self.pick(12, 2)
+        heads = {"num_attention_heads": 2 * group, "num_key_value_heads": 2}
+        stream = self.stream(40, length=subject.prompt + count, **heads)
         first = subject.replay(stream).prefill(subject.prompt)
         indices = first.fork().step().support.indices
         by_group = indices is not None and indices.shape[1] == 2
@@ -355,7 +402,7 @@ class SelectorConformance:
                 key=grouped.key.repeat_interleave(group, dim=1),
                 value=grouped.value.repeat_interleave(group, dim=1),
             )
-            runs = [subject.replay(s).prefill(subject.prompt).steps(12) for s in (grouped, repeated)]
+            runs = [subject.replay(s).prefill(subject.prompt).steps(count) for s in (grouped, repeated)]
             for at, (one, other) in enumerate(zip(*runs, strict=True)):
                 _require_equal(one, other, f"{heads}, step {at}")
 
@@ -364,27 +411,33 @@ class SelectorConformance:
     @pytest.mark.parametrize("padded", [False, True])
     def test_chunked_prefill_equals_one_shot(self, subject: Subject, padded: bool) -> None:
         """How a prompt came in makes no difference."""
-        prompt = subject.prompt
-        stream = random_stream(50, batch=2, length=prompt + 12, lengths=[prompt + 12, 25] if padded else None)
-        whole = subject.replay(stream).prefill(prompt).steps(12)
+        prompt, count = subject.prompt, self.pick(12, 2)
+        total = prompt + count
+        lengths = [total, 13 + count] if padded else None
+        stream = self.stream(50, batch=self.pick(2, 1), length=total, lengths=lengths)
+        whole = subject.replay(stream).prefill(prompt).steps(count)
         for chunks in ([prompt - 2, 2], [3, prompt - 3], [1, 16, 1, prompt - 23, 5]):
-            steps = subject.replay(stream).prefill(*chunks).steps(12)
+            steps = subject.replay(stream).prefill(*chunks).steps(count)
             for at, (one, other) in enumerate(zip(steps, whole, strict=True)):
                 _require_equal(one, other, f"chunks {chunks}, step {at}")
 
     def test_sequences_may_begin_late(self, subject: Subject) -> None:
         """A batch that comes in token by token equals its sequences alone, also those that begin after others."""
-        lengths = [24, 21, 9]
-        stream = random_stream(51, lengths=lengths)
-        replay = subject.replay(stream)
-        for _ in range(16):  # 15 without a token of the last sequence
-            replay.attend()
-        together = replay.steps(8)
+        lengths, shown, count = self.pick(([24, 21, 9], 0, 8), ([14, 11, 3], 8, 2))
+
+        def run(stream: Stream, shown: int) -> list[Step]:
+            replay = subject.replay(stream)
+            if shown > 0:
+                replay.prefill(shown)
+            while replay.length < stream.length - count:
+                replay.attend()
+            return replay.steps(count)
+
+        stream = self.stream(51, lengths=lengths)
+        together = run(stream, shown)  # of the last sequence, all but one of the fused steps have no token yet
         for row, length in enumerate(lengths):
-            alone = subject.replay(stream.alone(row))
-            for _ in range(length - 8):
-                alone.attend()
-            for at, (one, other) in enumerate(zip(together, alone.steps(8), strict=True)):
+            alone = run(stream.alone(row), shown - (stream.length - length))
+            for at, (one, other) in enumerate(zip(together, alone, strict=True)):
                 _require_equal(_only(one, row), other, f"row {row}, step {at}")
 
     # 6. Rows move
@@ -402,18 +455,23 @@ class SelectorConformance:
         self._require_rows(replay, lambda r, i: r.select(i), torch.tensor([2, 0]), "select [2, 0]")
         mask = torch.tensor([True, False, True])
         self._require_rows(replay, lambda r, _: r.select(mask), torch.tensor([0, 2]), "select mask")
-        self._require_rows(replay, lambda r, _: r.state.to("cpu"), torch.arange(3), "to cpu")
+        self._require_rows(replay, self._there_and_back, torch.arange(3), "to the CPU and back")
+
+    def _there_and_back(self, replay: Replay, _: Tensor) -> None:
+        replay.state.to("cpu")
+        replay.state.to(self.device)
 
     def _three_rows(self, subject: Subject, seed: int) -> Replay:
-        stream = random_stream(seed, lengths=[subject.prompt + 12, subject.prompt + 1, 30])
+        stream = self.stream(seed, lengths=[subject.prompt + 12, subject.prompt + 1, 30])
         replay = subject.replay(stream).prefill(subject.prompt)
-        replay.steps(4)
+        replay.steps(self.pick(4, 1))
         return replay
 
     def _require_rows(self, replay: Replay, move: Callable[[Replay, Tensor], Any], index: Tensor, what: str) -> None:
-        stayed, moved = replay.fork().steps(4), replay.fork()
+        count = self.pick(4, 1)
+        stayed, moved = replay.fork().steps(count), replay.fork()
         move(moved, index)
-        for at, (one, other) in enumerate(zip(moved.steps(4), stayed, strict=True)):
+        for at, (one, other) in enumerate(zip(moved.steps(count), stayed, strict=True)):
             for row, source in enumerate(index.tolist()):
                 _require_equal(_only(one, row), _only(other, source), f"{what}, row {row}, step {at}")
 
@@ -423,58 +481,61 @@ class SelectorConformance:
     def test_crop_then_replay_equals_never_having_generated(self, subject: Subject, padded: bool) -> None:
         """Rejected drafts leave no trace, whether the same tokens follow or others."""
         prompt = subject.prompt
-        stream = random_stream(70, batch=2, length=prompt + 16, lengths=[prompt + 16, 28] if padded else None)
-        for accepted, rejected in ((0, 1), (0, 6), (3, 2), (8, 5)):
+        lengths = [prompt + 16, 28] if padded else None
+        stream = self.stream(70, batch=self.pick(2, 1), length=prompt + 16, lengths=lengths)
+        for accepted, rejected in self.pick(((0, 1), (0, 6), (3, 2), (8, 5)), ((0, 1), (1, 2))):
             fresh = subject.replay(stream).prefill(prompt)
             fresh.steps(accepted)
-            expected = fresh.fork().steps(6)
+            expected = fresh.fork().steps(self.pick(6, 1))
             for draft in (stream, stream.diverging(prompt + accepted, seed=700 + rejected)):
                 replay = fresh.fork()
                 replay.stream = draft
-                for _ in range(2):  # again, so that nothing piles up
+                for _ in range(self.pick(2, 1)):  # again, so that nothing piles up
                     replay.steps(rejected)
                     replay.crop(rejected)
                 replay.stream = stream
                 what = f"{accepted} accepted, {rejected} rejected, {'same' if draft is stream else 'other'} tokens"
-                for at, (one, other) in enumerate(zip(replay.steps(6), expected, strict=True)):
+                for at, (one, other) in enumerate(zip(replay.steps(len(expected)), expected, strict=True)):
                     _require_equal(one, other, f"{what}, step {at}")
 
     def test_crop_into_the_prompt_is_sound(self, subject: Subject) -> None:
         """Taking back more than was generated, down to one token, leaves a state that goes on."""
         prompt = subject.prompt
-        stream = random_stream(71, batch=2, length=prompt + 16)
+        stream = self.stream(71, batch=self.pick(2, 1), length=prompt + 16)
         for left in (1, 5, prompt // 2, prompt - 3):
             replay = subject.replay(stream).prefill(prompt)
-            replay.steps(4)
+            replay.steps(self.pick(4, 1))
             replay.crop(replay.length - left)
             replay.stream = stream.diverging(left, seed=72)
-            for step in replay.steps(10):
+            for step in replay.steps(self.pick(10, 2)):
                 self._require_sound(subject, step)
 
     def test_reset_forgets_everything(self, subject: Subject) -> None:
         """A state that was reset is as new, whether a long prompt follows, a short one or none."""
-        prompt = subject.prompt
-        stream, other = random_stream(73, length=prompt + 8), random_stream(74, length=prompt + 8)
+        prompt, count = subject.prompt, self.pick(8, 2)
+        stream, other = self.stream(73, length=prompt + 8), self.stream(74, length=prompt + 8)
         used = subject.replay(other).prefill(prompt)
-        used.steps(8)
-        for count in (prompt, 5, 0):
+        used.steps(count)
+        for shown in (prompt, self.pick(5, (subject.topk or 8) + 2), 0):
             replay, fresh = used.fork(), subject.replay(stream)
             replay.state.reset()
             replay.stream, replay.length = stream, 0
-            steps, expected = ((r.prefill(count) if count else r).steps(8) for r in (replay, fresh))
+            steps, expected = ((r.prefill(shown) if shown else r).steps(count) for r in (replay, fresh))
             for at, (one, new) in enumerate(zip(steps, expected, strict=True)):
-                _require_equal(one, new, f"prompt of {count} after reset, step {at}")
+                _require_equal(one, new, f"prompt of {shown} after reset, step {at}")
 
     # 8. Fused attend
 
     @pytest.mark.parametrize("padded", [False, True])
     def test_attend_equals_discover_and_aggregate(self, subject: Subject, padded: bool) -> None:
         """The fused step gives the two steps' output, and leaves the state they leave."""
-        prompt = subject.prompt
-        stream = random_stream(80, batch=2, length=prompt + 16, lengths=[prompt + 16, 28] if padded else None)
+        prompt, count = subject.prompt, self.pick(16, 3)
+        total = prompt + count
+        lengths = [total, 12 + count] if padded else None
+        stream = self.stream(80, batch=self.pick(2, 1), length=total, lengths=lengths)
         two_steps = subject.replay(stream).prefill(prompt)
         fused = two_steps.fork()
-        for at in range(16):
+        for at in range(count):
             probe = fused.fork().step()
             step, output = two_steps.step(), fused.attend()
             _require_equal(probe, step, f"step {at} after {at} fused ones")
@@ -482,12 +543,12 @@ class SelectorConformance:
 
     def test_aggregate_leaves_the_state_alone(self, subject: Subject) -> None:
         """Only `discover` changes the state."""
-        replay = subject.replay(random_stream(81, batch=2, length=subject.prompt + 4)).prefill(subject.prompt)
+        replay = subject.replay(self.stream(81, batch=2, length=subject.prompt + 4)).prefill(subject.prompt)
         step = replay.step()
         before = {name: tensor.clone() for name, tensor in replay.state.tensors().items()}
+        query, kv = replay.stream.query[:, :, replay.length - 1 : replay.length], replay.kv()
         outputs = [
-            replay.selector.aggregate(step.query, replay.kv(), step.support, replay.state, scale=replay.scale)
-            for _ in range(2)
+            replay.selector.aggregate(query, kv, step.support, replay.state, scale=replay.scale).cpu() for _ in range(2)
         ]
         for name, tensor in replay.state.tensors().items():
             require(_identical(before[name], tensor), f"aggregate changed state.{name}")
@@ -499,13 +560,14 @@ class SelectorConformance:
 
     def test_same_input_same_support(self, subject: Subject) -> None:
         """Two runs agree bit for bit, ties included."""
-        stream = random_stream(90, lengths=[subject.prompt + 12, 30])
+        count = self.pick(12, 2)
+        stream = self.stream(90, lengths=[subject.prompt + count, 18 + count])
         for kind in ("as it is", "equal keys", "clustered keys"):
             tied = stream if kind == "as it is" else hostile_stream(stream, kind)
             runs = []
-            for seed in range(3):
+            for seed in range(self.pick(3, 2)):
                 torch.manual_seed(seed)  # chance from outside must make no difference
-                runs.append(subject.replay(tied).prefill(subject.prompt).steps(12))
+                runs.append(subject.replay(tied).prefill(subject.prompt).steps(count))
             for other in runs[1:]:
                 for at, (one, two) in enumerate(zip(runs[0], other, strict=True)):
                     require(torch.equal(one.mask, two.mask), f"{kind}: supports of step {at} differ between runs")
@@ -513,21 +575,21 @@ class SelectorConformance:
 
     def test_states_are_independent(self, subject: Subject) -> None:
         """Two caches served by one selector, in turns, do not see each other; nor do a state and its clone."""
-        prompt = subject.prompt
+        prompt, count = subject.prompt, self.pick(8, 2)
         selector = subject.make()
-        streams = [random_stream(91, length=prompt + 12), random_stream(92, batch=2, lengths=[prompt + 12, 30])]
-        alone = [subject.replay(stream).prefill(prompt).steps(8) for stream in streams]
+        streams = [self.stream(91, length=prompt + 12), self.stream(92, batch=2, lengths=[prompt + 12, 30])]
+        alone = [subject.replay(stream).prefill(prompt).steps(count) for stream in streams]
         turns = [Replay(selector, streams[0]), Replay(selector, streams[1], layer_idx=17)]
         for replay in turns:
             replay.prefill(prompt)
-        for at in range(8):
+        for at in range(count):
             for number, replay in enumerate(turns):
                 _require_equal(replay.step(), alone[number][at], f"cache {number} of two, step {at}")
         replay = subject.replay(streams[0]).prefill(prompt)
-        replay.fork().steps(8)
+        replay.fork().steps(count)
         astray = replay.fork()
         astray.stream = streams[0].diverging(prompt, seed=93)
-        for at in range(8):
+        for at in range(count):
             astray.step()
             _require_equal(replay.step(), alone[0][at], f"beside its clone, step {at}")
 
@@ -537,12 +599,15 @@ class SelectorConformance:
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_layout_makes_no_difference(self, subject: Subject, layout: str, padded: bool) -> None:
         """Dense or paged, whatever the strides, the same positions and outputs; memory of nobody's is not read."""
-        prompt = subject.prompt
-        stream = random_stream(100, batch=2, length=prompt + 8, lengths=[prompt + 8, 25] if padded else None)
+        prompt, count = subject.prompt, self.pick(8, 1)
+        total = prompt + count
+        lengths = [total, 17 + count] if padded else None
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        stream = self.stream(100, batch=self.pick(2, 1), length=total, lengths=lengths, **heads)
         dense = subject.replay(stream).prefill(prompt)
         other = subject.replay(stream, layout=LAYOUTS[layout]).prefill(prompt - 5, 5)
         fused = other.fork()
-        for at in range(8):
+        for at in range(count):
             one, two = dense.step(), other.step()
             _require_equal(two, one, f"{layout}, step {at}")
             assert_same_output(fused.attend(), one.output, one.tolerance(), f"{layout}, attend in step {at}")
@@ -552,10 +617,11 @@ class SelectorConformance:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
     def test_output_is_within_its_bound_of_float64(self, subject: Subject, dtype: torch.dtype) -> None:
         """Attention over the support, to what rounding allows; bfloat16 inputs are taken as they are."""
-        stream = random_stream(110, batch=2, length=subject.prompt + 12).to(dtype)
+        count = self.pick(12, 2)
+        stream = self.stream(110, batch=2, length=subject.prompt + count).to(dtype)
         replay = subject.replay(stream).prefill(subject.prompt)
         fused = replay.fork()
-        for at, step in enumerate(replay.steps(12)):
+        for at, step in enumerate(replay.steps(count)):
             require(step.output.dtype == dtype, f"output is {step.output.dtype}, queries {dtype}")
             assert_close_to_float64(step.output, self.expected(step), f"step {at}")
             output = fused.attend()
@@ -567,10 +633,12 @@ class SelectorConformance:
     @pytest.mark.parametrize("kind", HOSTILE)
     def test_survives_hostile_input(self, subject: Subject, kind: str) -> None:
         """NaN, infinities, ties and zeros: no crash, no stray index, and right outputs wherever float64 has any."""
-        stream = hostile_stream(random_stream(120, lengths=[subject.prompt + 16, 40]), kind)
-        replay = subject.replay(stream).prefill(subject.prompt)
+        count = self.pick(16, 2)
+        prompt = subject.prompt + self.pick(0, (3 - subject.prompt) % 7)  # the first of few is a bad one
+        stream = hostile_stream(self.stream(120, lengths=[prompt + count, 24 + count]), kind)
+        replay = subject.replay(stream).prefill(prompt)
         fused = replay.fork()
-        for at, step in enumerate(replay.steps(16)):
+        for at, step in enumerate(replay.steps(count)):
             _require_budget(subject, step)
             assert_close_to_float64(step.output, self.expected(step), f"{kind}, step {at}")
             assert_close_to_float64(fused.attend(), self.expected(step), f"{kind}, attend in step {at}")
@@ -578,10 +646,10 @@ class SelectorConformance:
     def test_every_length_is_served(self, subject: Subject) -> None:
         """Lengths 1, 63, 111 and around K; with L ≤ K every key is attended to."""
         around = () if subject.topk is None else (subject.topk - 1, subject.topk, subject.topk + 1)
-        runs = [(111, 0)]  # from nothing, token by token
+        runs = [(self.pick(111, 5), 0)]  # from nothing, token by token
         runs += [(length, length - 1) for length in sorted({2, 63, 111, *around}) if length > 1]
         for length, prefill in runs:
-            replay = subject.replay(random_stream(121, length=length))
+            replay = subject.replay(self.stream(121, length=length))
             for step in (replay.prefill(prefill) if prefill else replay).steps(length - prefill):
                 self._require_sound(subject, step)
                 visible = step.mask.shape[2]
@@ -592,8 +660,9 @@ class SelectorConformance:
 
     def test_cold_state_is_legal(self, subject: Subject) -> None:
         """A selector that was never shown the prompt still serves it."""
-        replay = subject.replay(random_stream(122, lengths=[subject.prompt + 8, 30])).skip(subject.prompt)
-        for step in replay.steps(8):
+        count = self.pick(8, 2)
+        replay = subject.replay(self.stream(122, lengths=[subject.prompt + count, 22 + count])).skip(subject.prompt)
+        for step in replay.steps(count):
             self._require_sound(subject, step)
 
 

@@ -91,9 +91,10 @@ class Stream:
         query, key, value = (torch.cat([a[:, :, :columns], b[:, :, columns:]], dim=2) for a, b in parts)
         return Stream(query, key, value, self.starts)
 
-    def to(self, dtype: torch.dtype) -> "Stream":
-        """The same numbers in another type."""
-        return dataclasses.replace(self, query=self.query.to(dtype), key=self.key.to(dtype), value=self.value.to(dtype))
+    def to(self, target: torch.dtype | torch.device | str) -> "Stream":
+        """The same numbers in another type, or on another device."""
+        query, key, value = (part.to(target) for part in (self.query, self.key, self.value))
+        return Stream(query, key, value, None if self.starts is None else self.starts.to(query.device))
 
     def logical(self, columns: int) -> tuple[Float[Tensor, "B Hkv L D"], Float[Tensor, "B Hkv L Dv"]]:
         """Keys and values of the first `columns` columns by logical position, 0 past a sequence's end.
@@ -139,12 +140,12 @@ def random_stream(
         lengths: Tokens of each sequence in a left-padded batch; gives B, and T unless given.
         correlation: 0 for independent queries.
         jump: 0 for queries that only drift.
-        like: Take sizes, padding and type from this stream instead.
+        like: Take sizes, padding, type and device from this stream instead.
     """
     starts = None
     if like is not None:
         batch, num_attention_heads, length, head_dim = like.query.shape
-        num_key_value_heads, starts = like.key.shape[1], like.starts
+        num_key_value_heads, starts = like.key.shape[1], None if like.starts is None else like.starts.cpu()
     elif lengths is not None:
         batch, length = len(lengths), length or max(lengths)
         starts = torch.tensor([length - n for n in lengths], dtype=torch.int64)
@@ -168,7 +169,7 @@ def random_stream(
         padding = (torch.arange(length) < starts[:, None])[:, None, :, None]
         for part in (stream.query, stream.key, stream.value):
             part.masked_fill_(padding, float("nan"))
-    return stream if like is None else stream.to(like.query.dtype)
+    return stream if like is None else stream.to(like.query.dtype).to(like.query.device)
 
 
 def _on_grid(values: Tensor) -> Tensor:
@@ -221,7 +222,8 @@ def hostile_stream(stream: Stream, kind: str) -> Stream:
         case _:
             raise InputError("kind", expected=f"one of {', '.join(HOSTILE)}", got=repr(kind), remedy="Choose one.")
     if stream.starts is not None:
-        padding = (torch.arange(stream.length) < stream.starts[:, None])[:, None, :, None]
+        columns = torch.arange(stream.length, device=stream.starts.device)
+        padding = (columns < stream.starts[:, None])[:, None, :, None]
         query, key = (part.masked_fill(padding, float("nan")) for part in (query, key))
     return dataclasses.replace(stream, query=query, key=key)
 
@@ -263,7 +265,7 @@ class DenseLayout:
         key, value = self._room(key), self._room(value)
         if not self.static:
             return KVView.dense(key[:, :, :length], value[:, :, :length], starts=starts)
-        begin = torch.zeros(key.shape[0], dtype=torch.int64) if starts is None else starts
+        begin = torch.zeros(key.shape[0], dtype=torch.int64, device=key.device) if starts is None else starts
         return KVView.dense(key, value, starts=starts, lengths=length - begin)
 
     def _room(self, base: Tensor) -> Tensor:

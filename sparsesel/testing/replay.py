@@ -15,7 +15,7 @@ from sparsesel.testing.tolerances import Expected, expected_attention, rounding_
 
 @dataclass(frozen=True)
 class Step:
-    """One decode step and what came of it.
+    """One decode step and what came of it; all but the support lies on the CPU.
 
     Attributes:
         query: `[B, Hq, 1, D]`.
@@ -111,14 +111,14 @@ class Replay:
         return [self.step() for _ in range(count)]
 
     def attend(self) -> Tensor:
-        """One token through `attend`, `[B, Hq, 1, Dv]`."""
+        """One token through `attend`, `[B, Hq, 1, Dv]` on the CPU."""
         query = self._advance(1)
-        return self.selector.attend(query, self.kv(), self.state, scale=self.scale)
+        return self.selector.attend(query, self.kv(), self.state, scale=self.scale).cpu()
 
     def crop(self, count: int) -> "Replay":
         """Take the last `count` tokens of every sequence back."""
         self.length -= count
-        self.state.crop(self.stream.lengths(self.length))
+        self.state.crop(self.stream.lengths(self.length).to(self.stream.key.device))
         return self
 
     def reorder(self, index: Tensor) -> "Replay":
@@ -158,7 +158,7 @@ class Replay:
         return mask.repeat_interleave(heads // mask.shape[1], dim=1)
 
     def _result(self, query: Tensor, support: Support, mask: Tensor, output: Tensor) -> Step:
-        keys, values = self.stream.logical(self.length)
+        query, keys, values, output = (part.cpu() for part in (query, *self.stream.logical(self.length), output))
         return Step(query, keys, values, self.stream.lengths(self.length), support, mask, output, self.scale)
 
 

@@ -101,6 +101,10 @@ class TestSoundSelectorPasses(SelectorConformance):
         return Smoothed(SmoothedConfig(**values))
 
 
+class TestSoundSelectorPassesQuickly(TestSoundSelectorPasses):
+    quick = True
+
+
 # Faults of `discover`'s support
 
 
@@ -390,9 +394,10 @@ FAULTS = [
 ]
 
 
+@pytest.mark.parametrize("quick", [False, True], ids=["complete", "quick"])
 @pytest.mark.parametrize(("broken", "test", "arguments"), FAULTS, ids=lambda v: getattr(v, "__name__", ""))
-def test_fault_is_caught_by_the_test_meant_for_it(broken, test, arguments):
-    tests = suite(broken)
+def test_fault_is_caught_by_the_test_meant_for_it(broken, test, arguments, quick):
+    tests = suite(broken, quick=quick)
     with pytest.raises(AssertionError):
         test(tests, tests.make_subject(""), **arguments)
 
@@ -423,8 +428,9 @@ class CropCountsWrong(Smoothed):
         return indices
 
 
-def test_crop_into_the_prompt_is_caught():
-    tests = suite(CropCountsWrong)
+@pytest.mark.parametrize("quick", [False, True], ids=["complete", "quick"])
+def test_crop_into_the_prompt_is_caught(quick):
+    tests = suite(CropCountsWrong, quick=quick)
     with pytest.raises(AssertionError, match="not visible"):
         tests.test_crop_into_the_prompt_is_sound(tests.make_subject(""))
 
