@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from sparsesel.config import SelectorConfig, Topk
+from sparsesel.config import SelectorConfig, Topk, resolve_topk
 
 
 class TokenSelectConfig(SelectorConfig):
@@ -38,3 +38,7 @@ class TokenSelectConfig(SelectorConfig):
         if isinstance(topk, int) and sink_size is not None and sink_size + value > topk:
             raise ValueError(f"must be at most topk={topk} less sink_size={sink_size}")
         return value
+
+    def selected(self, length: int) -> int:
+        """How many tokens are selected of `length` visible ones: the budget less the first and the last."""
+        return max(0, min(resolve_topk(self.topk, length), length) - self.sink_size - self.local_size)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsesel.config import resolve_topk
 from sparsesel.kv import KVView
-from sparsesel.ops import dense_attention, qk_scores, row_topk, sparse_attention, topk_indices
+from sparsesel.ops import backend, dense_attention, qk_scores, row_topk, sparse_attention, topk_indices
 from sparsesel.selector import LayerSpec, StepCost, Support, discover_and_aggregate
 from sparsesel_tokenselect.config import TokenSelectConfig
 from sparsesel_tokenselect.state import STEPS, TokenSelectState, selection_width
@@ -37,8 +37,7 @@ class Parts:
         budget = kv.lengths.clamp(max=topk) if isinstance(topk, int) else torch.minimum(kv.lengths, topk)
         last = budget.clamp(max=config.local_size)
         first = (budget - last).clamp(max=config.sink_size)
-        most = min(resolve_topk(config.topk, kv.max_length), kv.max_length)
-        return cls(first, budget - last - first, last, max(0, most - config.local_size - config.sink_size))
+        return cls(first, budget - last - first, last, config.selected(kv.max_length))
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,12 @@ class TokenSelectSelector:
         self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: TokenSelectState, *, scale: float
     ) -> Support:
         """First, selected and last tokens, the same for all heads."""
+        state.widen(self.config.selected(kv.max_length))
+        if backend.current(query.device) == "triton":
+            from sparsesel_tokenselect import kernels
+
+            return Support(*kernels.discover(self.config, query, kv, state, scale=scale))
         parts = Parts.of(self.config, kv)
-        state.widen(parts.widest)
         positions, current = kv.lengths - 1, query.detach()[:, :, 0]
         chooser, selected, found = state.before(positions)
         is_near = similarity(current, chooser) >= self.config.similarity_threshold
@@ -105,7 +108,7 @@ class TokenSelectSelector:
         A miss reads every key besides, and a score per key and query head.
         """
         topk = min(resolve_topk(self.config.topk, length), length)
-        selected = max(0, topk - self.config.local_size - self.config.sink_size)
+        selected = self.config.selected(length)
         row = layer.head_dim * layer.dtype.itemsize
         kv_heads = layer.batch_size * layer.num_key_value_heads
         heads = layer.batch_size * layer.num_attention_heads
@@ -144,11 +147,18 @@ class TokenSelectSelector:
 
 def similarity(one: Float[Tensor, "B Hq D"], other: Float[Tensor, "B Hq D"]) -> Float[Tensor, " B"]:
     """Cosine similarity of the queries of all heads put together, float32; 0 where a norm is zero or not finite."""
-    first, second = one.float().flatten(1), other.float().flatten(1)
+    first, second = _shrunk(one), _shrunk(other)
     norms = torch.linalg.vector_norm(first, dim=1) * torch.linalg.vector_norm(second, dim=1)
     cosine = (first * second).sum(1) / norms
     # Rounding may take it past 1, which must not reach a threshold above 1.
     return torch.where(norms.isfinite() & (norms > 0), cosine, 0.0).clamp(max=1.0)
+
+
+def _shrunk(query: Float[Tensor, "B Hq D"]) -> Float[Tensor, "B N"]:
+    """All numbers over the power of two at the largest, which rounds none of them: their squares do not overflow."""
+    numbers = query.float().flatten(1)
+    exponent = numbers.abs().amax(1, keepdim=True).frexp().exponent
+    return numbers.ldexp(-exponent.clamp(-126, 126))
 
 
 def soft_vote(scores: Float[Tensor, "B Hq N"], counts: Bool[Tensor, "B N"]) -> Float[Tensor, "B N"]:
