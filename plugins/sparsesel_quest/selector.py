@@ -1,6 +1,7 @@
 """Quest: score pages of keys by what their bounds allow, attend within the best pages."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -9,10 +10,13 @@ from torch import Tensor
 
 from sparsesel.config import resolve_topk
 from sparsesel.kv import KVView
-from sparsesel.ops import dense_attention, row_topk, sparse_attention, topk_indices
+from sparsesel.ops import backend, dense_attention, row_topk, sparse_attention, topk_indices
 from sparsesel.selector import LayerSpec, StepCost, Support, discover_and_aggregate
 from sparsesel_quest.config import QuestConfig
 from sparsesel_quest.state import QuestState
+
+if TYPE_CHECKING:
+    from sparsesel_quest.kernels import Pages
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,13 @@ class QuestSelector:
             support = Support.everything(kv)
         else:
             state.take_in(kv)
-            support = Support.of(self._select(query, kv, state)[:, :, None])
+            if backend.current(query.device) == "triton":
+                from sparsesel_quest import kernels
+
+                indices = kernels.page_support(self._choose(query, kv, state), kv)
+            else:
+                indices = self._select(query, kv, state)
+            support = Support.of(indices[:, :, None])
         state.counters.add_step(support, kv, query.shape[1])
         return support
 
@@ -59,7 +69,13 @@ class QuestSelector:
         self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: QuestState, *, scale: float
     ) -> Float[Tensor, "B Hq 1 D"]:
         """One decode step."""
-        return discover_and_aggregate(self, query, kv, state, scale=scale)
+        if backend.current(query.device) == "eager" or self._is_dense(state.layer):
+            return discover_and_aggregate(self, query, kv, state, scale=scale)
+        from sparsesel_quest import kernels
+
+        state.take_in(kv)
+        counters = state.counters.table(("steps", "selected", "visible"), query.shape[1], query.device)
+        return kernels.page_attention(query, kv, self._choose(query, kv, state, counters), scale=scale)
 
     def cost(self, layer: LayerSpec, length: int) -> StepCost:
         """Two bounds per page and key-value head, then K keys and values per query head, and the new key.
@@ -89,6 +105,14 @@ class QuestSelector:
 
     def _is_dense(self, layer: LayerSpec) -> bool:
         return layer.layer_idx < self.config.dense_layers
+
+    def _choose(self, query: Tensor, kv: KVView, state: QuestState, counters: Tensor | None = None) -> "Pages":
+        """The pages of each query head, by the kernels; `_select` is the same in eager PyTorch."""
+        from sparsesel_quest import kernels
+
+        topk, page_size = self.config.topk, self.config.page_size
+        bounds = (state.minima, state.maxima)
+        return kernels.choose_pages(query, kv, *bounds, topk=topk, page_size=page_size, counters=counters)
 
     def _select(self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: QuestState) -> Int[Tensor, "B Hq K"]:
         """Positions attended by each query head, ascending, padded with -1."""

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparsesel.kv import KVView
+from sparsesel.ops import backend
 from sparsesel.per_token import PerTokenState
 from sparsesel.selector import LayerSpec
 
@@ -54,6 +55,16 @@ class QuestState(PerTokenState):
             self._with_room(bounds, self.pages(kv.max_length), empty)
             for bounds, empty in ((self.minima, torch.inf), (self.maxima, -torch.inf))
         )
+        if backend.current(kv.device) == "triton":
+            from sparsesel_quest import kernels
+
+            bounds, lacking = (self.minima, self.maxima), self.lacking(kv)
+            kernels.update_bounds(kv, self.indexed, *bounds, page_size=self.page_size, lacking=lacking)
+        else:
+            self._scatter(kv)
+        self.recorded(kv)
+
+    def _scatter(self, kv: KVView) -> None:
         rows, heads, _, dim = self.minima.shape
         for positions, real in zip(*(part.split(_CHUNK, dim=1) for part in self.pending(kv)), strict=True):
             keys = kv.gather_keys(positions[:, None].expand(-1, heads, -1))
@@ -64,7 +75,6 @@ class QuestState(PerTokenState):
             absent = ~real[:, None, :, None]
             self.minima.scatter_reduce_(2, index, keys.masked_fill(absent, torch.inf), "amin")
             self.maxima.scatter_reduce_(2, index, keys.masked_fill(absent, -torch.inf), "amax")
-        self.recorded(kv)
 
     def reset(self) -> None:
         """Forget every sequence."""
