@@ -100,10 +100,18 @@ def sparse_attention(
     query: Float[Tensor, "B Hq 1 D"], kv: KVView, indices: Int[Tensor, "B H 1 K"], *, scale: float
 ) -> Float[Tensor, "B Hq 1 Dv"]:
     """Softmax attention over chosen positions; see `reference.sparse_attention`."""
-    chosen = index_arguments(indices[:, :, 0], query, kv)
+    parts, lse = sparse_attention_parts(query, kv, indices[:, :, 0], scale=scale)
+    return combine(parts, lse, query.dtype).view(*query.shape[:2], 1, -1)
+
+
+def sparse_attention_parts(
+    query: Float[Tensor, "B Hq 1 D"], kv: KVView, indices: Int[Tensor, "B H K"], *, scale: float
+) -> tuple[Float[Tensor, "heads S Dv"], Float[Tensor, "heads S 2"]]:
+    """The same in parts, see `split_k.store_part`, for kernels that make more of them than their sum."""
+    chosen = index_arguments(indices, query, kv)
     block = min(block_tokens(kv.keys), block_tokens(kv.values))
     arguments = {**query_arguments(query, kv) | chosen, **kv_arguments(kv), "scale": scale, "BLOCK_N": block}
-    return _attention(sparse_attention_kernel, arguments, query.shape[1], kv, indices.shape[3], query.dtype)
+    return _parts(sparse_attention_kernel, arguments, query.shape[1], kv, indices.shape[2])
 
 
 def softmax_values(
@@ -117,13 +125,14 @@ def softmax_values(
         "p_scores": scores,
         "BLOCK_N": block_tokens(kv.values),
     }
-    return _attention(softmax_values_kernel, arguments, scores.shape[1], kv, indices.shape[2], torch.float32)
+    parts, lse = _parts(softmax_values_kernel, arguments, scores.shape[1], kv, indices.shape[2])
+    return combine(parts, lse, torch.float32).view(*scores.shape[:2], 1, -1)
 
 
-def _attention(
-    kernel: Any, arguments: dict[str, Any], num_heads: int, kv: KVView, slots: int, dtype: torch.dtype
-) -> Float[Tensor, "B Hq 1 Dv"]:
-    """Launch one of the kernels over the parts of its slots, and make one of what they give."""
+def _parts(
+    kernel: Any, arguments: dict[str, Any], num_heads: int, kv: KVView, slots: int
+) -> tuple[Float[Tensor, "heads S Dv"], Float[Tensor, "heads S 2"]]:
+    """Launch one of the kernels over the parts of its slots."""
     batch, dim_v = kv.batch_size, kv.values.shape[3]
     programs = num_heads // arguments["G"]
     splits = num_splits(batch * programs, slots, least=_LEAST_KEYS)
@@ -140,4 +149,4 @@ def _attention(
         DIM_V=dim_v,
         BLOCK_DV=block_channels(dim_v),
     )
-    return combine(parts, lse, dtype).view(batch, num_heads, 1, dim_v)
+    return parts, lse

@@ -65,10 +65,9 @@ def store_part(
 
 
 @triton.jit
-def combine_kernel(p_part, p_lse, p_o, num_splits, DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program per block of channels of a head of a sequence."""
-    i_row, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_s, o_d = tl.arange(0, BLOCK_S), i_d * BLOCK_D + tl.arange(0, BLOCK_D)
+def whole(p_part, p_lse, i_row, o_d, num_splits, DIM: tl.constexpr, BLOCK_S: tl.constexpr):
+    """What the parts of head `i_row` (int64) come to at some channels, float32; 0 where there was no key at all."""
+    o_s = tl.arange(0, BLOCK_S)
     m_s = o_s < num_splits
     b_max = tl.load(p_lse + (i_row * num_splits + o_s) * 2, mask=m_s, other=float("-inf"))
     b_sum = tl.load(p_lse + (i_row * num_splits + o_s) * 2 + 1, mask=m_s, other=-1.0)
@@ -80,7 +79,15 @@ def combine_kernel(p_part, p_lse, p_o, num_splits, DIM: tl.constexpr, BLOCK_S: t
     b_part = tl.load(p_part + o, mask=m_real[:, None] & (o_d[None, :] < DIM), other=0.0)  # [S, D]
     # Keys whose scores are all -inf give 0 / 0, as a softmax has it; no keys at all give 0.
     total = tl.where(tl.sum(m_real.to(tl.int32), axis=0) > 0, tl.sum(b_sum * b_scale, axis=0), 1.0)
-    b_o = tl.sum(b_part * b_scale[:, None], axis=0) / total
+    return tl.sum(b_part * b_scale[:, None], axis=0) / total
+
+
+@triton.jit
+def combine_kernel(p_part, p_lse, p_o, num_splits, DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One program per block of channels of a head of a sequence."""
+    i_row, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_d = i_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    b_o = whole(p_part, p_lse, i_row, o_d, num_splits, DIM, BLOCK_S)
     tl.store(p_o + i_row * DIM + o_d, rounded(b_o, p_o), mask=o_d < DIM)
 
 
