@@ -35,11 +35,11 @@ define set-up
 	@touch $(1)/.installed
 endef
 
-.PHONY: help demo test test-oldest check format readme docs bench clean
+.PHONY: help demo test test-oldest test-kernels-full check check-kernels kernels format readme docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(VENV)/.installed: pyproject.toml $(SAMPLE_FILES)
 	$(call set-up,$(VENV),gguf$(comma)test$(comma)check)
@@ -58,12 +58,23 @@ $(OLDEST)/.installed: pyproject.toml $(SAMPLE_FILES)
 test-oldest: $(OLDEST)/.installed ## run the tests that depend on transformers against the oldest version supported
 	@$(OLDEST)/bin/python -m pytest tests/hf tests/test_conformance.py $(ARGS)
 
+test-kernels-full: $(VENV)/.installed ## run the tests of kernels on the full grid of shapes, in Triton's interpreter
+	@SPARSESEL_FULL=1 $(VENV)/bin/python -m pytest tests/ops tests/plugins tests/test_conformance_triton.py $(ARGS)
+
 check: $(VENV)/.installed ## lint, check formatting, types, imports and generated text
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/basedpyright
 	@$(VENV)/bin/lint-imports
 	@$(VENV)/bin/python tools/readme_table.py --check
+
+check-kernels: $(VENV)/.installed $(OLDEST)/.installed ## compile some of every kernel for all targets, compare with the record
+	@$(VENV)/bin/python tools/kernels.py --check --quick $(ARGS)
+	@$(OLDEST)/bin/python tools/kernels.py --check --quick $(ARGS)
+
+kernels: $(VENV)/.installed $(OLDEST)/.installed ## compile all of every kernel for all targets, write docs/kernels anew
+	@$(VENV)/bin/python tools/kernels.py $(ARGS)
+	@$(OLDEST)/bin/python tools/kernels.py $(ARGS)
 
 format: $(VENV)/.installed ## format the code
 	@$(VENV)/bin/ruff check --fix .
@@ -84,5 +95,5 @@ bench: $(VENV)/.installed ## time one decode step of every selector, side by sid
 	@$(VENV)/bin/python -m pytest benchmarks/bench_decode.py $(ARGS)
 
 clean: ## remove what make made: environments, caches, demo/, site/
-	rm -rf $(VENV) $(OLDEST) build dist demo site .pytest_cache .ruff_cache .hypothesis .benchmarks .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) build dist demo site .cache .pytest_cache .ruff_cache .hypothesis .benchmarks .import_linter_cache
 	find sparsesel plugins tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
