@@ -256,7 +256,8 @@ def choose_pages(
     if not widest:
         chosen = torch.empty(batch * heads, 0, dtype=torch.int32, device=device)
         return Pages(plan, chosen, min(page_size, kv.max_length), page_size)
-    scores = torch.empty(batch * heads, pages, dtype=torch.float32, device=device)
+    # Rows begin at multiples of 16, so that what the kernel is compiled for does not change from step to step.
+    scores = torch.empty(batch * heads, -(-pages // 16) * 16, dtype=torch.float32, device=device)[:, :pages]
     launch(
         page_scores_kernel,
         (triton.cdiv(pages, _PAGES), kv.num_heads, batch),
@@ -266,7 +267,7 @@ def choose_pages(
         held=minima.shape[2],
         p_earlier=plan,
         p_scores=scores,
-        s_scores=pages,
+        s_scores=scores.stride(0),
         BLOCK_N=_PAGES,
     )
     chosen, _ = largest(scores, plan[0], topk=0, p_topk=plan[1], widest=widest)
