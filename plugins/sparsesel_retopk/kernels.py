@@ -243,7 +243,8 @@ def recall(
     if FALLBACK and SCOPE != "head":  # both are constants
         least, total = decisive, 0.0
         i_first = i_h - i_h % G
-        for i_g in range(i_first, i_first + G):
+        for g in range(G):
+            i_g = i_first + g
             b_q = load_query(p_q, s_qb, s_qh, s_qd, i_b, i_g, DIM, BLOCK_D)
             i_other = i_b.to(tl.int64) * num_heads + i_g
             other, _ = similarities(
@@ -530,7 +531,11 @@ def scan_kernel(
             o_n = at + tl.arange(0, BLOCK_N)
             m_n = o_n < end
             o_k = token_offsets(o_n, m_n, start, i_b, s_kb, s_kn, p_table, s_table, PAGE) + i_h.to(tl.int64) * s_kh
-            b_s = products(b_q, load_rows(p_k, o_k, m_n, s_kd, DIM, BLOCK_D)) * scale  # [G, N]
+            b_k = load_rows(p_k, o_k, m_n, s_kd, DIM, BLOCK_D)  # [N, D]
+            if b_q.dtype == b_k.dtype:
+                b_s = products(b_q, b_k) * scale  # [G, N]
+            else:  # neither is rounded to the other's type, of which the bounds know nothing
+                b_s = products(b_q.to(tl.float32), b_k.to(tl.float32)) * scale
             m = m_exact[:, None] & m_n[None, :] & (ordered(b_s) >= b_bound[:, None])
             b_keep = m.to(tl.int32)
             b_new = tl.sum(b_keep, axis=1)

@@ -71,7 +71,7 @@ class ReTopKSelector:
 
     def aggregate(
         self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, support: Support, state: ReTopKState, *, scale: float
-    ) -> Float[Tensor, "B Hq 1 D"]:
+    ) -> Float[Tensor, "B Hq 1 Dv"]:
         """Softmax attention over the support with the current query's scores."""
         if support.indices is None:
             return dense_attention(query, kv, scale=scale)
@@ -79,7 +79,7 @@ class ReTopKSelector:
 
     def attend(
         self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: ReTopKState, *, scale: float
-    ) -> Float[Tensor, "B Hq 1 D"]:
+    ) -> Float[Tensor, "B Hq 1 Dv"]:
         """One decode step; the scores that ranked the support also weigh it."""
         if backend.current(query.device) == "triton":
             from sparsesel_retopk import step

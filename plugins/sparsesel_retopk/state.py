@@ -32,6 +32,8 @@ class ReTopKState(SelectorState):
     are as they were, and replay writes the slots anew. A crop by more than `SPARE` tokens leaves fewer than C
     entries (the FIFO had dropped the others), which is legal and refills by itself.
 
+    Steps change everything in place, so that a captured CUDA graph can go on with it; only supports that grow move.
+
     Attributes:
         queries: `[B, Hq, S, D]` post-RoPE, not normalised: prompt entries still have to rank keys with them.
         inverse_norms: `[B, Hq, S]` float32, 1/‖q‖, so that q̄ = q · `inverse_norms`; 0 where that is undefined.
@@ -70,7 +72,7 @@ class ReTopKState(SelectorState):
         """Forget every sequence."""
         self.stamps.fill_(_EMPTY)
         self.unbuilt.zero_()
-        self.prefill_end = torch.zeros_like(self.prefill_end)
+        self.prefill_end.zero_()
         self.has_unbuilt = False
 
     def crop(self, lengths: Int[Tensor, " B"]) -> None:
@@ -79,7 +81,7 @@ class ReTopKState(SelectorState):
         void = self.stamps >= lengths[:, None]
         self.stamps.masked_fill_(void, _EMPTY)
         self.unbuilt.masked_fill_(void, False)
-        self.prefill_end = torch.minimum(self.prefill_end, lengths)
+        torch.minimum(self.prefill_end, lengths, out=self.prefill_end)
         # Prompt entries older than the last C may come within reach again. Cropping may wait for the device.
         self.has_unbuilt = bool(self.unbuilt.any())
 
@@ -105,7 +107,7 @@ class ReTopKState(SelectorState):
         self.queries.scatter_(2, deep, kept)
         self.stamps.scatter_(1, slots, torch.where(real, positions, self.stamps.gather(1, slots)))
         self.unbuilt.scatter_(1, slots, self.unbuilt.gather(1, slots) | real)
-        self.prefill_end = lengths.clamp_min(0)
+        self.prefill_end.copy_(lengths).clamp_min_(0)
         self.has_unbuilt = True
 
     def insert_step(

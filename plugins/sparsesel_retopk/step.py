@@ -160,7 +160,7 @@ def _prepare(query: Tensor, kv: KVView, state: ReTopKState, config: ReTopKConfig
         "BLOCK_C": max(1, min(triton.next_power_of_2(config.cache_size), _TILE // 2 // block_d)),
         "BLOCK_DV": block_dv,
         "BLOCK_K": _TILE // block_d,
-        "BLOCK_N": _TILE // block_dv,
+        "BLOCK_N": max(16, min(triton.next_power_of_2(topk), _TILE // block_dv)),
         "BLOCK_S": triton.next_power_of_2(splits),
     }
 
@@ -168,7 +168,8 @@ def _prepare(query: Tensor, kv: KVView, state: ReTopKState, config: ReTopKConfig
 def _fused(level: Level, arguments: dict[str, Any]) -> None:
     """The heads that reuse, and the bounds of those that are exact."""
     if level == 5:
-        _run(kernels.reuse_kernel, arguments)
+        # It keeps more at hand than the others, so more threads share its tiles.
+        _run(kernels.reuse_kernel, arguments, num_warps=16)
         return
     _run(kernels.recall_kernel, arguments)
     _score(arguments, reuse=True)
@@ -231,14 +232,12 @@ def _score(arguments: dict[str, Any], *, reuse: bool) -> None:
     _run(kernels.score_kernel, arguments | {"REUSE": reuse, "BLOCK_N": block}, grid=grid, num_warps=4)
 
 
-def _run(
-    kernel: Any, arguments: dict[str, Any], *, grid: tuple[int, ...] | None = None, num_warps: int | None = None
-) -> None:
+def _run(kernel: Any, arguments: dict[str, Any], *, grid: tuple[int, ...] | None = None, num_warps: int = 8) -> None:
     """Launch with those of the arguments that the kernel takes; by default one program per head and sequence."""
     launch(
         kernel,
         grid or arguments["p_paths"].shape[::-1],
-        num_warps=num_warps or (8 if arguments["BLOCK"] > 512 else 4),
+        num_warps=num_warps,
         **{name: arguments[name] for name in _parameters(kernel)},
     )
 
