@@ -189,7 +189,7 @@ def largest(
         TILE=tile,
         BLOCK=block,
         BLOCK_NEAR=_BLOCK_NEAR,
-        num_warps=8 if block > _BLOCK_NEAR else 4,
+        num_warps=16 if block > _BLOCK_NEAR else 8,
     )
     return indices, kept
 
