@@ -9,7 +9,7 @@ from torch import Tensor
 from sparsesel.config import resolve_topk
 from sparsesel.errors import InputError
 from sparsesel.kv import KVView
-from sparsesel.ops import dense_attention, indexed_qk, row_topk, softmax_values, sparse_attention
+from sparsesel.ops import backend, dense_attention, indexed_qk, row_topk, softmax_values, sparse_attention
 from sparsesel.selector import LayerSpec, SelectorState, StepCost, Support, discover_and_aggregate
 from sparsesel_streaming_llm.config import StreamingLLMConfig
 
@@ -63,15 +63,14 @@ class StreamingLLMSelector:
         """Softmax attention over the support, the sinks at the distance that `positions` says."""
         if support.indices is None:
             return dense_attention(query, kv, scale=scale)
-        rotary = state.layer.rotary
-        if self.config.positions == "original" or rotary is None:
+        nearer = self._nearer(query, kv, state)
+        if nearer is None:
             return sparse_attention(query, kv, support.indices, scale=scale)
-        budget, sinks = self._budget(kv)
+        _, sinks = self._budget(kv)
         indices = support.indices[:, :, 0]  # [B, H, K]
         scores = indexed_qk(query, kv, indices, scale=scale)
         # Sinks come first in an ascending support.
-        back = rotary.rotate(query, budget[:, 0] - kv.lengths)
-        near = indexed_qk(back, kv, indices[..., : self.config.sink_size], scale=scale)
+        near = indexed_qk(nearer, kv, indices[..., : self.config.sink_size], scale=scale)
         first = scores[..., : near.shape[2]]
         is_sink = torch.arange(near.shape[2], device=kv.device) < sinks[:, None]
         scores = torch.cat([torch.where(is_sink, near, first), scores[..., near.shape[2] :]], dim=-1)
@@ -81,7 +80,19 @@ class StreamingLLMSelector:
         self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: SelectorState, *, scale: float
     ) -> Float[Tensor, "B Hq 1 D"]:
         """One decode step."""
-        return discover_and_aggregate(self, query, kv, state, scale=scale)
+        if backend.current(query.device) == "eager":
+            return discover_and_aggregate(self, query, kv, state, scale=scale)
+        from sparsesel_streaming_llm import kernels
+
+        return kernels.sink_window_attention(
+            query,
+            kv,
+            topk=self.config.topk,
+            sink_size=self.config.sink_size,
+            scale=scale,
+            near=self._nearer(query, kv, state),
+            counters=state.counters.table(("steps", "selected", "visible"), query.shape[1], query.device),
+        )
 
     def cost(self, layer: LayerSpec, length: int) -> StepCost:
         """K keys and K values per key-value head; positions within the cache score the sinks' keys once more."""
@@ -98,6 +109,14 @@ class StreamingLLMSelector:
             state_bytes=0,
             attended=topk,
         )
+
+    def _nearer(self, query: Tensor, kv: KVView, state: SelectorState) -> Float[Tensor, "B Hq 1 D"] | None:
+        """The query that sinks are scored by, rotated back from position L - 1 to K - 1; None if it is the same."""
+        rotary = state.layer.rotary
+        if self.config.positions == "original" or rotary is None or not self.config.sink_size:
+            return None
+        budget, _ = self._budget(kv)
+        return rotary.rotate(query, budget[:, 0] - kv.lengths)
 
     def _budget(self, kv: KVView) -> tuple[Int[Tensor, "B 1"], Int[Tensor, "B 1"]]:
         """Keys attended by each sequence, min(K, L), and how many of them are sinks."""
