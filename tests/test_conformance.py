@@ -60,8 +60,7 @@ class TestGroupDecisions(SelectorConformance):
     decides_per = "group"
 
 
-@pytest.mark.parametrize("selector_spec", MEAN_VALUE)
-class TestMeanValue(SelectorConformance):
+class MeanValueConformance(SelectorConformance):
     @pytest.fixture(autouse=True)
     def remember(self, selector_spec):
         self.rank = make_config(selector_spec).rank
@@ -103,13 +102,21 @@ class TestMeanValue(SelectorConformance):
         return Expected(output, bound)
 
 
-@pytest.mark.parametrize("selector_spec", FIXED_PARTS)
-class TestFixedParts(SelectorConformance):
+@pytest.mark.parametrize("selector_spec", MEAN_VALUE)
+class TestMeanValue(MeanValueConformance):
+    pass
+
+
+class FixedPartsConformance(SelectorConformance):
     overrides: ClassVar = {"topk": 16, "sink_size": 3, "local_size": 4}
 
 
-@pytest.mark.parametrize("selector_spec", CACHE_POSITIONS)
-class TestCachePositions(SelectorConformance):
+@pytest.mark.parametrize("selector_spec", FIXED_PARTS)
+class TestFixedParts(FixedPartsConformance):
+    pass
+
+
+class CachePositionsConformance(SelectorConformance):
     @pytest.fixture(autouse=True)
     def remember(self, selector_spec):
         self.sink_size = make_config(selector_spec).sink_size
@@ -125,6 +132,11 @@ class TestCachePositions(SelectorConformance):
         keys = torch.cat([torch.cat([turned.real, turned.imag], dim=3), others], dim=2)
         attention = dataclasses.replace(step, keys=keys).expected()
         return Expected(attention.output, 2 * attention.bound)  # turning the query rounds as well
+
+
+@pytest.mark.parametrize("selector_spec", CACHE_POSITIONS)
+class TestCachePositions(CachePositionsConformance):
+    pass
 
 
 def test_nothing_installed_is_broken():

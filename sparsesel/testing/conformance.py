@@ -73,12 +73,14 @@ class Subject:
         prompt: Tokens of a prompt long enough that not everything is selected.
     """
 
-    def __init__(self, make: Callable[[Mapping[str, Any]], Selector], overrides: Mapping[str, Any]) -> None:
+    def __init__(
+        self, make: Callable[[Mapping[str, Any]], Selector], overrides: Mapping[str, Any], *, quick: bool = False
+    ) -> None:
         self._make = make
         self._overrides = overrides
         self.has_topk = "topk" in type(make(overrides).config).model_fields
         self.topk = self._smallest_budget() if self.has_topk else None
-        self.prompt = 4 * (self.topk or 8) + 9
+        self.prompt = (2 if quick else 4) * (self.topk or 8) + 9
 
     def make(self, **changes: Any) -> Selector:
         """The selector at the small budget, `changes` applied; without a budget, `topk` is ignored."""
@@ -132,8 +134,8 @@ class SelectorConformance:
             repeated keys, and is asked for that only where the heads of a group agree.
         backend: What runs the operations in every test: "triton", "eager", or "auto", the best one for `device`.
         device: Where queries, keys and values lie.
-        quick: The same tests with fewer heads, steps and examples, about a twelfth of the work: for a backend as slow
-            as Triton's interpreter.
+        quick: The same tests on shorter prompts with fewer heads, steps and examples, a tenth of the work or less: for
+            a backend as slow as Triton's interpreter.
     """
 
     selector: ClassVar[str] = ""
@@ -169,7 +171,7 @@ class SelectorConformance:
 
     def make_subject(self, selector_spec: str) -> Subject:
         """The selector under test, outside pytest's fixtures."""
-        return Subject(lambda values: self.make_selector(selector_spec, values), self.overrides)
+        return Subject(lambda values: self.make_selector(selector_spec, values), self.overrides, quick=self.quick)
 
     def pick(self, complete: T, quick: T) -> T:
         """The size of something in a test: `quick` where that is asked for."""
@@ -275,7 +277,7 @@ class SelectorConformance:
     @pytest.mark.parametrize("padded", [False, True])
     def test_large_budget_equals_dense_attention(self, subject: Subject, padded: bool) -> None:
         """K ≥ L selects everything, in every step."""
-        count = self.pick(6, 2)
+        count = self.pick(6, 1)
         total = subject.prompt + count
         lengths = [total, total - 20, count + 1] if padded else None
         stream = self.stream(10, batch=self.pick(3, 1), length=total, lengths=lengths)
@@ -388,11 +390,12 @@ class SelectorConformance:
         Where a whole group decides together, only if its heads agree can they decide as they would alone.
         """
         count = self.pick(12, 2)
-        heads = {"num_attention_heads": 2 * group, "num_key_value_heads": 2}
+        kv_heads = self.pick(2, 4 // group)
+        heads = {"num_attention_heads": kv_heads * group, "num_key_value_heads": kv_heads}
         stream = self.stream(40, length=subject.prompt + count, **heads)
         first = subject.replay(stream).prefill(subject.prompt)
         indices = first.fork().step().support.indices
-        by_group = indices is not None and indices.shape[1] == 2
+        by_group = indices is not None and indices.shape[1] == kv_heads
         streams = {"agreeing heads": dataclasses.replace(stream, query=_agreeing(stream.query, group))}
         if not by_group and self.decides_per == "head":
             streams["any heads"] = stream
@@ -414,7 +417,7 @@ class SelectorConformance:
         prompt, count = subject.prompt, self.pick(12, 2)
         total = prompt + count
         lengths = [total, 13 + count] if padded else None
-        stream = self.stream(50, batch=self.pick(2, 1), length=total, lengths=lengths)
+        stream = self.stream(53, batch=self.pick(2, 1), length=total, lengths=lengths)
         whole = subject.replay(stream).prefill(prompt).steps(count)
         for chunks in ([prompt - 2, 2], [3, prompt - 3], [1, 16, 1, prompt - 23, 5]):
             steps = subject.replay(stream).prefill(*chunks).steps(count)
@@ -444,36 +447,29 @@ class SelectorConformance:
 
     def test_reorder_moves_rows(self, subject: Subject) -> None:
         """A permutation permutes the outputs, also one that drops rows; the identity changes nothing."""
-        replay = self._three_rows(subject, 60)
+        replay, stayed = self._three_rows(subject, 60)
         for index in ([0, 1, 2], [2, 0, 1], [1, 1, 0]):
-            self._require_rows(replay, lambda r, i: r.reorder(i), torch.tensor(index), f"reorder {index}")
+            moved = replay.fork().reorder(torch.tensor(index))
+            _require_rows(moved, stayed, index, f"reorder {index}")
 
     def test_repeat_select_and_move_rows(self, subject: Subject) -> None:
         """`repeat` copies rows, `select` keeps some, by index or mask; `to` changes nothing else."""
-        replay = self._three_rows(subject, 61)
-        self._require_rows(replay, lambda r, _: r.repeat(2), torch.tensor([0, 0, 1, 1, 2, 2]), "repeat 2")
-        self._require_rows(replay, lambda r, i: r.select(i), torch.tensor([2, 0]), "select [2, 0]")
-        mask = torch.tensor([True, False, True])
-        self._require_rows(replay, lambda r, _: r.select(mask), torch.tensor([0, 2]), "select mask")
-        self._require_rows(replay, self._there_and_back, torch.arange(3), "to the CPU and back")
+        replay, stayed = self._three_rows(subject, 61)
+        _require_rows(replay.fork().repeat(2), stayed, [0, 0, 1, 1, 2, 2], "repeat 2")
+        _require_rows(replay.fork().select(torch.tensor([2, 0])), stayed, [2, 0], "select [2, 0]")
+        _require_rows(replay.fork().select(torch.tensor([True, False, True])), stayed, [0, 2], "select mask")
+        travelled = replay.fork()
+        travelled.state.to("cpu")
+        travelled.state.to(self.device)
+        _require_rows(travelled, stayed, [0, 1, 2], "to the CPU and back")
 
-    def _there_and_back(self, replay: Replay, _: Tensor) -> None:
-        replay.state.to("cpu")
-        replay.state.to(self.device)
-
-    def _three_rows(self, subject: Subject, seed: int) -> Replay:
+    def _three_rows(self, subject: Subject, seed: int) -> tuple[Replay, list[Step]]:
+        """Three sequences that have decoded some tokens, and what comes next if nothing moves."""
+        count = self.pick(4, 1)
         stream = self.stream(seed, lengths=[subject.prompt + 12, subject.prompt + 1, 30])
         replay = subject.replay(stream).prefill(subject.prompt)
-        replay.steps(self.pick(4, 1))
-        return replay
-
-    def _require_rows(self, replay: Replay, move: Callable[[Replay, Tensor], Any], index: Tensor, what: str) -> None:
-        count = self.pick(4, 1)
-        stayed, moved = replay.fork().steps(count), replay.fork()
-        move(moved, index)
-        for at, (one, other) in enumerate(zip(moved.steps(count), stayed, strict=True)):
-            for row, source in enumerate(index.tolist()):
-                _require_equal(_only(one, row), _only(other, source), f"{what}, row {row}, step {at}")
+        replay.steps(count)
+        return replay, replay.fork().steps(count)
 
     # 7. Tokens taken back
 
@@ -529,7 +525,7 @@ class SelectorConformance:
     @pytest.mark.parametrize("padded", [False, True])
     def test_attend_equals_discover_and_aggregate(self, subject: Subject, padded: bool) -> None:
         """The fused step gives the two steps' output, and leaves the state they leave."""
-        prompt, count = subject.prompt, self.pick(16, 3)
+        prompt, count = subject.prompt, self.pick(16, 2)
         total = prompt + count
         lengths = [total, 12 + count] if padded else None
         stream = self.stream(80, batch=self.pick(2, 1), length=total, lengths=lengths)
@@ -602,7 +598,7 @@ class SelectorConformance:
         prompt, count = subject.prompt, self.pick(8, 1)
         total = prompt + count
         lengths = [total, 17 + count] if padded else None
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        heads = {} if padded else {"num_attention_heads": 4, "num_key_value_heads": 2}
         stream = self.stream(100, batch=self.pick(2, 1), length=total, lengths=lengths, **heads)
         dense = subject.replay(stream).prefill(prompt)
         other = subject.replay(stream, layout=LAYOUTS[layout]).prefill(prompt - 5, 5)
@@ -635,7 +631,8 @@ class SelectorConformance:
         """NaN, infinities, ties and zeros: no crash, no stray index, and right outputs wherever float64 has any."""
         count = self.pick(16, 2)
         prompt = subject.prompt + self.pick(0, (3 - subject.prompt) % 7)  # the first of few is a bad one
-        stream = hostile_stream(self.stream(120, lengths=[prompt + count, 24 + count]), kind)
+        lengths = self.pick([prompt + count, 24 + count], [prompt + count])
+        stream = hostile_stream(self.stream(120, lengths=lengths), kind)
         replay = subject.replay(stream).prefill(prompt)
         fused = replay.fork()
         for at, step in enumerate(replay.steps(count)):
@@ -691,6 +688,13 @@ def _require_equal(one: Step, other: Step, what: str) -> None:
         mine, theirs = (mask[row, head].nonzero().flatten().tolist() for mask in (first, second))
         raise AssertionError(f"{what}: row {row}, head {head} attends to {mine}, expected {theirs}")
     assert_same_output(one.output, other.output, max(one.tolerance(), other.tolerance()), what)
+
+
+def _require_rows(moved: Replay, stayed: list[Step], sources: list[int], what: str) -> None:
+    """Row i of `moved` goes on as row `sources[i]` of what stayed did."""
+    for at, (one, other) in enumerate(zip(moved.steps(len(stayed)), stayed, strict=True)):
+        for row, source in enumerate(sources):
+            _require_equal(_only(one, row), _only(other, source), f"{what}, row {row}, step {at}")
 
 
 def _only(step: Step, row: int) -> Step:
