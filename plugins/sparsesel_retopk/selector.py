@@ -16,18 +16,20 @@ query and its support then enter the cache.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
 from jaxtyping import Float
 from torch import Tensor
 
 from sparsesel.config import resolve_topk
+from sparsesel.errors import InputError
 from sparsesel.kv import KVView
 from sparsesel.ops import backend, dense_attention, softmax_values, sparse_attention
 from sparsesel.selector import LayerSpec, StepCost, Support
 from sparsesel_retopk.config import ReTopKConfig
 from sparsesel_retopk.stages import (
     Budget,
+    Level,
     Ranked,
     build_supports,
     choose_paths,
@@ -44,12 +46,16 @@ class ReTopKSelector:
 
     Attributes:
         config: Its configuration.
-        level: How much of a step is fused on the Triton backend, see `step.py`; the results are the same. For
+        level: How much of a step is fused on the Triton backend, see `stages.Level`; the results are the same. For
             benchmarks that build the fused path up.
     """
 
     config: ReTopKConfig
-    level: Literal[1, 2, 3, 4, 5] = 4
+    level: Level = 4
+
+    def __post_init__(self) -> None:
+        if self.level not in get_args(Level):
+            raise InputError("level", expected="1 to 5", got=repr(self.level), remedy="Leave it out for the usual one.")
 
     def init_state(self, layer: LayerSpec) -> ReTopKState:
         """An empty cache: the first step is exact."""

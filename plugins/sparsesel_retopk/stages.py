@@ -7,6 +7,7 @@ run over all heads and nothing waits for the device.
 
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,18 @@ from sparsesel.kv import KVView
 from sparsesel.ops import indexed_qk, qk_scores, row_topk, scores_at, topk_indices
 from sparsesel_retopk.config import ReTopKConfig
 from sparsesel_retopk.state import ReTopKState
+
+Level = Literal[1, 2, 3, 4, 5]
+"""How much of a step in Triton is fused, as the paper builds it up; all levels give the same.
+
+1: Every stage by itself, in PyTorch but for top-K; keys and values of candidates are gathered into tensors.
+2: Keys and values are read by index where they lie.
+3: Matching, choosing the path and building the candidates are one kernel.
+4: So are top-K, softmax, values and the insertion into the cache.
+5: These two and the scores between them are one kernel.
+
+Exact heads go through the same kernels at every level.
+"""
 
 # Scores held at a time while the supports of a prompt's last queries are built: 64 MiB of float32.
 _BUILD_SCORES = 1 << 24

@@ -8,10 +8,9 @@ follow the rows of a batch when they move.
 import functools
 import inspect
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import triton
 from jaxtyping import Float
 from torch import Tensor
 
@@ -23,20 +22,8 @@ from sparsesel.ops.split_k import num_splits
 from sparsesel.selector import Support
 from sparsesel_retopk import kernels
 from sparsesel_retopk.config import ReTopKConfig
-from sparsesel_retopk.stages import Budget, Candidates, best_candidates, build_supports, choose_paths, count_step
+from sparsesel_retopk.stages import Budget, Candidates, Level, best_candidates, build_supports, choose_paths, count_step
 from sparsesel_retopk.state import ReTopKState, inverse_norm
-
-Level = Literal[1, 2, 3, 4, 5]
-"""How much of a step is fused, as the paper builds it up; all levels give the same.
-
-1: Every stage by itself, in PyTorch but for top-K; keys and values of candidates are gathered into tensors.
-2: Keys and values are read by index where they lie.
-3: Matching, choosing the path and building the candidates are one kernel.
-4: So are top-K, softmax, values and the insertion into the cache.
-5: These two and the scores between them are one kernel.
-
-Exact heads go through the same kernels at every level.
-"""
 
 # What `kernels.recall` counts, in its order; the paths among them by their numbers there, from 1 at "refresh".
 NAMES = ("steps", "selected", "visible", "refresh", "cold", "fallback", "underfull", "exact", "reuse", "candidates")
@@ -100,13 +87,14 @@ def _prepare(query: Tensor, kv: KVView, state: ReTopKState, config: ReTopKConfig
 
     # Distinct positions below L, of R supports and the window; in whole cache lines.
     most = min(config.recall_size * widest + config.window_size, kv.max_length)
-    most = triton.cdiv(most, 16) * 16
-    longest = triton.cdiv(kv.max_length, 16) * 16
+    most = -(-most // 16) * 16
+    longest = -(-kv.max_length // 16) * 16
     splits = num_splits(batch * kv.num_heads, kv.max_length)
-    block = max(64, min(2048, triton.next_power_of_2(config.recall_size * topk + config.window_size)))
+    block = max(64, min(2048, _power_of_2(config.recall_size * topk + config.window_size)))
     block_d, block_dv = block_channels(dim), block_channels(kv.values.shape[3])
-    new = partial(torch.empty, device=kv.device)
     rows = (batch, num_heads)
+    ints = partial(torch.empty, dtype=torch.int32, device=kv.device)
+    floats = partial(torch.empty, dtype=torch.float32, device=kv.device)
     return {
         **queries,
         **kv_arguments(kv),
@@ -131,38 +119,43 @@ def _prepare(query: Tensor, kv: KVView, state: ReTopKState, config: ReTopKConfig
         "FALLBACK": config.fallback,
         "SCOPE": config.fallback_scope,
         "RECENT": config.retrieval == "recent",
-        "p_rho": new(*rows, config.cache_size),
-        "p_paths": new(rows, dtype=torch.int32),
+        "p_rho": floats(*rows, config.cache_size),
+        "p_paths": ints(rows),
         "p_sums": state.counters.table(NAMES, num_heads, kv.device),
         # Candidates.
-        "p_runs": new(*rows, 2, config.recall_size * widest, dtype=torch.int32),
-        "p_ids": new(*rows, most, dtype=torch.int32),
+        "p_runs": ints(*rows, 2, config.recall_size * widest),
+        "p_ids": ints(*rows, most),
         "s_ids": most,
-        "p_counts": new(rows, dtype=torch.int32),
-        "p_scores": new(*rows, most),
+        "p_counts": ints(rows),
+        "p_scores": floats(*rows, most),
         "steps": widest.bit_length(),
         "LEVELS": (config.recall_size - 1).bit_length(),
         # What is kept of them.
-        "p_kept": new(*rows, widest),
+        "p_kept": floats(*rows, widest),
         "widest": widest,
         "p_out": None,
         "p_support": None,
         # The scan of exact heads.
-        "p_bounds": new(rows, dtype=torch.int32),
-        "p_found": new(*rows, longest, dtype=torch.int32),
-        "p_found_scores": new(*rows, longest),
+        "p_bounds": ints(rows),
+        "p_found": ints(*rows, longest),
+        "p_found_scores": floats(*rows, longest),
         "s_found": longest,
-        "p_found_counts": new(*rows, splits, dtype=torch.int32),
+        "p_found_counts": ints(*rows, splits),
         "num_splits": splits,
         "PART": block_tokens(kv.keys),
         # Tiles.
         "BLOCK": block,
-        "BLOCK_C": max(1, min(triton.next_power_of_2(config.cache_size), _TILE // 2 // block_d)),
+        "BLOCK_C": max(1, min(_power_of_2(config.cache_size), _TILE // 2 // block_d)),
         "BLOCK_DV": block_dv,
         "BLOCK_K": _TILE // block_d,
-        "BLOCK_N": max(16, min(triton.next_power_of_2(topk), _TILE // block_dv)),
-        "BLOCK_S": triton.next_power_of_2(splits),
+        "BLOCK_N": max(16, min(_power_of_2(topk), _TILE // block_dv)),
+        "BLOCK_S": _power_of_2(splits),
     }
+
+
+def _power_of_2(number: int) -> int:
+    """The least one that is no less than `number`."""
+    return 1 << (number - 1).bit_length()
 
 
 def _fused(level: Level, arguments: dict[str, Any]) -> None:
@@ -197,14 +190,14 @@ def _separate(
         paths, candidates = choose_paths(current, norms, kv, state, config, budget, all_candidates=True)
         count_step(state, budget, paths, candidates)
         codes = (number * paths[name].int() for number, name in enumerate(NAMES[3:7], start=1))
+        scores = (reference.indexed_qk if level == 1 else indexed_qk)(query, kv, candidates.indices, scale=scale)
         arguments |= {
             "p_paths": functools.reduce(torch.add, codes),
             "p_counts": candidates.counts.int(),
             "p_ids": candidates.indices.contiguous(),
             "s_ids": candidates.indices.shape[2],
-            "p_scores": torch.empty(candidates.indices.shape, device=kv.device),
+            "p_scores": torch.empty_like(scores),
         }
-        scores = (reference.indexed_qk if level == 1 else indexed_qk)(query, kv, candidates.indices, scale=scale)
         _score(arguments, reuse=False)
     ranked = best_candidates(scores, candidates, budget)
     state.insert_step(kv.lengths - 1, current, norms, ranked.indices)
@@ -228,7 +221,7 @@ def _score(arguments: dict[str, Any], *, reuse: bool) -> None:
     """Scores of the candidates, or of exact heads' alone."""
     batch, num_heads = arguments["p_paths"].shape
     block = arguments["PART"]
-    grid = (triton.cdiv(arguments["s_ids"], block), num_heads, batch)
+    grid = (-(-arguments["s_ids"] // block), num_heads, batch)
     _run(kernels.score_kernel, arguments | {"REUSE": reuse, "BLOCK_N": block}, grid=grid, num_warps=4)
 
 

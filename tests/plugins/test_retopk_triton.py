@@ -150,6 +150,12 @@ class TestWholeSteps:
         twins.steps(2, fused=True)
         assert all(twins.counted(name) > 0 for name in ("refresh", "fallback", "reuse"))
 
+    def test_there_are_five_levels(self):
+        selector = ReTopKSelector(make())
+        object.__setattr__(selector, "level", 6)  # types are checked in tests, before the selector could
+        with pytest.raises(InputError, match="1 to 5"):
+            selector.__post_init__()
+
     @full
     @pytest.mark.parametrize("level", [1, 2, 3, 4, 5])
     @pytest.mark.parametrize("scope", ["head", "group-any", "group-mean"])
