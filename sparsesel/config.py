@@ -509,6 +509,10 @@ class RunConfig(BaseModel):
         default=None, ge=1, description="Documents, taken from the files in turn; by default one of each."
     )
     seed: int = Field(default=0, ge=0, lt=2**64, description="Seed of torch's generator, set before each measurement.")
+    backend: BackendName = Field(
+        default="auto",
+        description='What runs the selectors: "triton", "eager", or "auto", the best one for the device.',
+    )
 
     @field_validator("contexts")
     @classmethod

@@ -56,6 +56,10 @@ def perplexity(
         Path | None,
         typer.Option("--config", metavar="FILE", help="TOML, YAML or JSON file; options given here win over it."),
     ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option("--backend", help="What runs the selectors: auto, triton or eager. [default: auto]"),
+    ] = None,
     online: Annotated[bool, typer.Option("--online", help="Allow a download from the Hub.")] = False,
 ) -> None:
     """Perplexity of the last tokens of long documents, every one of them decoded through the selector.
@@ -76,6 +80,7 @@ def perplexity(
         "texts": texts,
         "skip_chars": skip_chars,
         "documents": documents,
+        "backend": backend,
     }
     values.update({name: value for name, value in given.items() if value is not None})
     if sets:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsesel.config import BackendName
 from sparsesel.eval.observe import ObserveAll
 from sparsesel.hf import compat
 from sparsesel.hf.cache import fork
@@ -39,17 +40,27 @@ class Prefilled:
         tokens: `[N]` int64, the document.
         suffix: S, tokens scored.
         selectors: All that will decode, each for the whole model, as `sparsify` takes them; each sees the prefill.
+        backend: What runs them.
     """
 
-    def __init__(self, model: Any, tokens: Tensor, suffix: int, selectors: Sequence[Selection]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokens: Tensor,
+        suffix: int,
+        selectors: Sequence[Selection],
+        *,
+        backend: BackendName = "auto",
+    ) -> None:
         self._model = model
+        self._backend: BackendName = backend
         self._tokens = tokens.to(model.device)
         self._suffix = suffix
         self._selectors = [selectors_by_layer(model, selector) for selector in selectors]
         self._names = [str(getattr(selector, "config", selector)) for selector in selectors]
         prompt = self._tokens[: len(tokens) - suffix - 1]
         # Copies of the cache are made outside of this session, so that no selector's steps are counted in it.
-        with torch.inference_mode(), sparsify(model, self._watchers()):
+        with torch.inference_mode(), sparsify(model, self._watchers(), backend=backend):
             output = model(prompt[None], use_cache=True, logits_to_keep=1)
             self._cache = compat.cache_of(output)
 
@@ -72,7 +83,7 @@ class Prefilled:
         times: list[float] = []
         with torch.inference_mode():
             cache = fork(self._cache, self._pick(index))
-            with sparsify(model, self._selectors[index]) as session:
+            with sparsify(model, self._selectors[index], backend=self._backend) as session:
                 for position in range(first, first + suffix):
                     _wait(model.device)
                     began = time.perf_counter()

@@ -8,16 +8,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from sparsesel.config import AnyConfig, LayeredConfig, RunConfig, SelectorConfig
+from sparsesel.config import AnyConfig, BackendName, LayeredConfig, RunConfig, SelectorConfig
 from sparsesel.errors import InputError
 from sparsesel.eval import provenance
 from sparsesel.eval.results import Point, ResultStore, check_folder, check_same, point_of
 from sparsesel.eval.texts import Window, cut_windows, load_texts, place_of, texts_sha256
-from sparsesel.hf.models import default_device, load_model, load_tokenizer, quiet, resolve
+from sparsesel.hf.models import default_device, load_model, load_tokenizer, quiet, resolve, resolve_backend
 from sparsesel.registry import registry
 
 TASK = "perplexity"
-BACKEND = "eager"
 _PREFILL_WEIGHT = 0.05  # decode steps that one token of prefill is worth, for the time left only
 
 
@@ -55,7 +54,7 @@ class Run:
         online: Whether the model may be downloaded.
 
     Attributes:
-        config: The same with absolute paths, as written to `config.json`.
+        config: The same with absolute paths and the backend that runs, as written to `config.json`.
         store: The results so far.
 
     Raises:
@@ -85,8 +84,13 @@ class Run:
         self._selectors = dict(selectors)
         self._device = default_device()
         self._dtype = str(self._source.dtype(self._device)).removeprefix("torch.")
+        self._backend: BackendName = resolve_backend(config.backend, self._device)
         self.config = config.model_copy(
-            update={"model": self._source.name, "texts": tuple(os.path.abspath(path) for path in config.texts)}
+            update={
+                "model": self._source.name,
+                "texts": tuple(os.path.abspath(path) for path in config.texts),
+                "backend": self._backend,
+            }
         )
         self._documents = config.documents or 1
         self._bos_token_id: int | None = None
@@ -155,7 +159,7 @@ class Run:
             progress.doing(f"prefill, {where}")
             torch.manual_seed(self.config.seed)
             with quiet():
-                prefilled = Prefilled(model, torch.tensor(tokens), suffix, selectors)
+                prefilled = Prefilled(model, torch.tensor(tokens), suffix, selectors, backend=self._backend)
             progress.advance(self._prefill_units(context))
             for index, spec in enumerate(specs):
                 progress.doing(f"{spec}, {where}")
@@ -215,7 +219,7 @@ class Run:
             "provenance.data_sha256": self._data,
             "provenance.parameters.suffix": self.config.suffix,
             "provenance.dtype": self._dtype,
-            "provenance.backend": BACKEND,
+            "provenance.backend": self._backend,
             "provenance.device": self._device,
             "provenance.seed": self.config.seed,
         }
@@ -238,7 +242,7 @@ class Run:
         }
         return {
             "model": self._source.identity,
-            "backend": BACKEND,
+            "backend": self._backend,
             "device": self._device,
             "device_name": provenance.device_name(model.device),
             "dtype": self._dtype,
