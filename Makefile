@@ -62,7 +62,7 @@ test-oldest: $(OLDEST)/.installed ## run the tests that depend on transformers a
 	@$(OLDEST)/bin/python -m pytest $(PARALLEL) tests/hf tests/test_conformance.py $(ARGS)
 
 test-kernels-full: $(VENV)/.installed ## run the tests of kernels on the full grid of shapes, in Triton's interpreter
-	@SPARSESEL_FULL=1 $(VENV)/bin/python -m pytest tests/ops tests/plugins tests/test_conformance_triton.py $(ARGS)
+	@SPARSESEL_FULL=1 $(VENV)/bin/python -m pytest $(PARALLEL) tests/ops tests/plugins tests/test_conformance_triton.py $(ARGS)
 
 check: $(VENV)/.installed ## lint, check formatting, types, imports and generated text
 	@$(VENV)/bin/ruff check .
