@@ -102,10 +102,10 @@ def topk_kernel(
     fill(p_out_scores, kept, widest, float("-inf"), BLOCK_NEAR)
     if COUNTERS > 0:
         p_counters += i_row % HEADS
-        tl.atomic_add(p_counters, tl.cast(kept, tl.float64))
-        tl.atomic_add(p_counters + HEADS, tl.cast(length, tl.float64))
+        tl.atomic_add(p_counters, tl.cast(kept, tl.float64), sem="relaxed")
+        tl.atomic_add(p_counters + HEADS, tl.cast(length, tl.float64), sem="relaxed")
         for i in tl.static_range(2, COUNTERS):
-            tl.atomic_add(p_counters + i * HEADS, tl.full([], 1.0, tl.float64))
+            tl.atomic_add(p_counters + i * HEADS, tl.full([], 1.0, tl.float64), sem="relaxed")
 
 
 def topk_indices(
