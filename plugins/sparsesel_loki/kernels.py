@@ -96,7 +96,7 @@ def project_kernel(
             if p_fitted is not None:
                 b_fitted = b_one * (tl.load(p_fitted + i_b) > 0).to(tl.int32)
                 p_sum = p_counters + 3 * kv_heads * G + i_h * G + o_g
-                tl.atomic_add(p_sum, b_fitted.to(tl.float64), mask=m_g)
+                tl.atomic_add(p_sum, b_fitted.to(tl.float64), mask=m_g, sem="relaxed")
 
 
 def record(kv: KVView, state: LokiState) -> None:

@@ -115,7 +115,7 @@ def compare_kernel(
     count_step(p_counters, 0, HEADS, first + wanted + last, length, HEADS, BLOCK_H)
     o_h = tl.arange(0, BLOCK_H)
     p_path = p_counters + (4 - is_hit) * HEADS + o_h
-    tl.atomic_add(p_path, tl.full([BLOCK_H], 1.0, tl.float64), mask=o_h < HEADS)
+    tl.atomic_add(p_path, tl.full([BLOCK_H], 1.0, tl.float64), mask=o_h < HEADS, sem="relaxed")
 
 
 @triton.jit
