@@ -131,14 +131,14 @@ def copy_recalled(
 
 
 @triton.jit
-def bisect(p, b_limit, most, half, m):
-    """How many of `most` ascending int32 numbers at `p` lie below each limit; `half`: the power of 2 up to `most`."""
+def bisect(p, o_first, b_limit, most, half, m):
+    """How many of `most` ascending numbers from `o_first` on lie below each limit; `half`: the power of 2 up to it."""
     b_count = tl.zeros_like(b_limit)
     stride = half
     while stride > 0:
         b_next = b_count + stride
         # The largest number of all, which is below no limit, where there are not so many.
-        b_n = tl.load(p + b_next - 1, mask=m & (b_next <= most), other=2147483647)
+        b_n = tl.load(p + (o_first + b_next - 1), mask=m & (b_next <= most), other=2147483647)
         b_count = tl.where(b_n < b_limit, b_next, b_count)
         stride = stride // 2
     return b_count
@@ -160,7 +160,7 @@ def merge_pairs(p_from, p_to, total, width, half, BLOCK: tl.constexpr):
         m_right = o >= o_right
         o_other = tl.where(m_right, o_left, o_right)
         b_most = tl.where(m_right, width, tl.minimum(o_right + width, total) - o_right)
-        b_count = bisect(p_from + o_other, b_x + m_right.to(tl.int32), b_most, half, m)
+        b_count = bisect(p_from, o_other, b_x + m_right.to(tl.int32), b_most, half, m)
         tl.store(p_to + tl.where(m_right, o - width, o) + b_count, b_x, mask=m)
 
 
@@ -573,7 +573,7 @@ def close_gaps(
     for at in range(0, total, BLOCK):
         o = at + tl.arange(0, BLOCK)
         m = o < total
-        b_part = bisect(p_found_counts + tl.zeros_like(o), o + 1, num_splits, BLOCK_S, m)  # as many end before this one
+        b_part = bisect(p_found_counts, 0, o + 1, num_splits, BLOCK_S, m)  # as many end before this one
         b_before = tl.load(p_found_counts + b_part - 1, mask=m & (b_part > 0), other=0)
         begin, _ = part(length, b_part, num_splits, PART)
         o_from = begin + o - b_before

@@ -145,7 +145,7 @@ def _prepare(query: Tensor, kv: KVView, state: ReTopKState, config: ReTopKConfig
         "PART": block_tokens(kv.keys),
         # Tiles.
         "BLOCK": _BLOCK,
-        "BLOCK_C": _TILE // 4 // block_d,
+        "BLOCK_C": min(32, _TILE // 2 // block_d),
         "BLOCK_DV": block_dv,
         "BLOCK_K": _TILE // block_d,
         "BLOCK_N": _TILE // block_dv,
