@@ -207,7 +207,7 @@ def _exact(arguments: dict[str, Any]) -> None:
     paths, keys = arguments["p_paths"], arguments["p_k"]
     batch, kv_heads = paths.shape[0], keys.shape[1]
     grid = (arguments["num_splits"], kv_heads, batch)
-    _run(kernels.scan_kernel, arguments | {"BLOCK_N": arguments["PART"]}, grid=grid, num_warps=4, max_registers=128)
+    _run(kernels.scan_kernel, arguments | {"BLOCK_N": arguments["PART"]}, grid=grid, num_warps=4)
     # As many values at a time as others take would not fit into registers on every device.
     _run(kernels.finish_exact_kernel, arguments | {"BLOCK_N": arguments["BLOCK_N"] // 2})
 
