@@ -111,8 +111,6 @@ def sparse_attention_parts(
     chosen = index_arguments(indices, query, kv)
     block = min(block_tokens(kv.keys), block_tokens(kv.values))
     arguments = {**query_arguments(query, kv) | chosen, **kv_arguments(kv), "scale": scale, "BLOCK_N": block}
-    if chosen["BLOCK_G"] == 1:
-        arguments["max_registers"] = 168
     return _parts(sparse_attention_kernel, arguments, query.shape[1], kv, indices.shape[2])
 
 
@@ -150,6 +148,7 @@ def _parts(
     launch(
         kernel,
         (splits, programs, batch),
+        max_registers=168 if arguments["BLOCK_G"] == 1 else 0,
         **arguments,
         p_part=parts,
         p_lse=lse,
