@@ -199,7 +199,7 @@ def test_tiles_are_of_a_size_that_asks_for_few_looks():
 
 
 @pytest.mark.parametrize(
-    ("total", "expected"), [(2048, ["topk_kernel"]), (2049, ["tile_maxima_kernel", "topk_kernel"])]
+    ("total", "expected"), [(2048, ["topk_kernel"]), (2500, ["tile_maxima_kernel", "topk_kernel"])]
 )
 def test_a_selection_waits_for_no_device(total, expected):
     scores = torch.empty(2, 8, total, device="meta")
