@@ -160,7 +160,7 @@ def _fused(level: Level, arguments: dict[str, Any]) -> None:
         return
     _run(kernels.recall_kernel, arguments, max_registers=128)
     _score(arguments, reuse=True)
-    _run(kernels.finish_kernel, arguments | {"REUSE": True}, max_registers=168)
+    _finish(arguments, reuse=True)
 
 
 def _separate(
@@ -197,7 +197,7 @@ def _separate(
     state.insert_step(kv.lengths - 1, current, norms, ranked.indices)
     if arguments["p_support"] is not None:
         arguments["p_support"].copy_(ranked.indices[:, :, None])
-    _run(kernels.finish_kernel, arguments | {"REUSE": False}, max_registers=168)
+    _finish(arguments, reuse=False)
     weigh = reference.softmax_values if level == 1 else softmax_values
     return weigh(ranked.scores, kv, ranked.indices).to(query.dtype)
 
@@ -207,8 +207,15 @@ def _exact(arguments: dict[str, Any]) -> None:
     paths, keys = arguments["p_paths"], arguments["p_k"]
     batch, kv_heads = paths.shape[0], keys.shape[1]
     grid = (arguments["num_splits"], kv_heads, batch)
-    _run(kernels.scan_kernel, arguments | {"BLOCK_N": arguments["PART"]}, grid=grid, num_warps=4)
-    # As many values at a time as others take would not fit into registers on every device.
+    # Of float32 the assembler, left to choose, finds an order that needs fewer.
+    registers = 168 if keys.element_size() < 4 else 0
+    _run(
+        kernels.scan_kernel,
+        arguments | {"BLOCK_N": arguments["PART"]},
+        grid=grid,
+        num_warps=4,
+        max_registers=registers,
+    )
     _run(kernels.finish_exact_kernel, arguments | {"BLOCK_N": arguments["BLOCK_N"] // 2})
 
 
@@ -218,6 +225,13 @@ def _score(arguments: dict[str, Any], *, reuse: bool) -> None:
     block = arguments["PART"]
     grid = (-(-arguments["s_ids"] // block), num_heads, batch)
     _run(kernels.score_kernel, arguments | {"REUSE": reuse, "BLOCK_N": block}, grid=grid, num_warps=4)
+
+
+def _finish(arguments: dict[str, Any], *, reuse: bool) -> None:
+    """What is kept of the candidates, and the output of heads that reuse."""
+    # As many values at a time as `reuse_kernel` takes would not fit into registers on every device.
+    options = {"REUSE": reuse, "BLOCK_N": arguments["BLOCK_N"] // 2}
+    _run(kernels.finish_kernel, arguments | options, max_registers=168)
 
 
 def _run(
