@@ -324,6 +324,7 @@ def approximate(
     launch(
         approximate_scores_kernel,
         (splits, kv_heads, batch),
+        max_registers=128,
         **queries,
         **found.arguments(),
         p_dims=dims,
