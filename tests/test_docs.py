@@ -21,7 +21,6 @@ import typer
 
 from sparsesel.cli.app import app
 from sparsesel.config import RunConfig
-from sparsesel.eval.perplexity import metrics
 from sparsesel.hf.stats import Stats
 from sparsesel.registry import registry
 
@@ -80,8 +79,8 @@ def commands():
 @pytest.mark.parametrize("words", list(commands()))
 def test_commands_and_their_options_exist(words):
     command = typer.main.get_command(app)
-    while words and hasattr(command, "commands"):
-        command = command.commands[words[0]]
+    while words and hasattr(command, "get_command") and not words[0].startswith("-"):
+        command = command.get_command(None, words[0])
         words = words[1:]
     known = {option for parameter in command.params for option in parameter.opts}
     assert {word for word in words if word.startswith("--")} <= known

@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
-from sparsesel.config import AnyConfig, LayeredConfig, spread_layers
+from sparsesel.config import AnyConfig, BackendName, LayeredConfig, spread_layers
 from sparsesel.errors import InputError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -188,6 +188,19 @@ def _check_attention(source: ModelSource) -> None:
     except Exception:  # no causal language model, for example, which loading it tells
         return
     attention_layers(skeleton)
+
+
+def resolve_backend(name: str, device: str) -> Literal["triton", "eager"]:
+    """The backend that `name` means for a model on `device`.
+
+    Raises:
+        InputError: There is no such backend, or it cannot run there.
+    """
+    import torch
+
+    from sparsesel.ops import backend
+
+    return backend.resolve(cast(BackendName, name), torch.device(device))
 
 
 def default_device() -> str:

@@ -1,4 +1,4 @@
-"""Selectors as they are named on the command line, and the `--set` that goes with them."""
+"""Selectors as users name them, and the `--set` that goes with them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
