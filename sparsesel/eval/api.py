@@ -51,7 +51,7 @@ class Results:
         return report(self.lines)
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame`, one row for each point: task, selector, context, document, every metric, every parameter of the task.
+        """A `pandas.DataFrame`, one row for each point: what it is about, every metric, every parameter of the task.
 
         Raises:
             InputError: pandas is not installed.
