@@ -7,6 +7,9 @@ CUDA := $(wildcard /proc/driver/nvidia/version)
 TORCH ?= $(if $(CUDA),torch,torch==2.13.0)
 ARGS ?=
 
+# One worker for each core; tests themselves are single-threaded.
+PARALLEL := -n auto --dist worksteal
+
 comma := ,
 
 VENV := .venv
@@ -50,16 +53,16 @@ demo: $(VENV)/.installed ## compare ReTopK with Exact Top-K and dense attention 
 		--set topk=128 --context 2048 --suffix 256 --documents 2 --out demo
 
 test: $(VENV)/.installed ## run the tests
-	@$(VENV)/bin/python -m pytest $(ARGS)
+	@$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 $(OLDEST)/.installed: pyproject.toml $(SAMPLE_FILES)
 	$(call set-up,$(OLDEST),gguf$(comma)test,$(OLDEST_PACKAGES))
 
 test-oldest: $(OLDEST)/.installed ## run the tests that depend on transformers against the oldest version supported
-	@$(OLDEST)/bin/python -m pytest tests/hf tests/test_conformance.py $(ARGS)
+	@$(OLDEST)/bin/python -m pytest $(PARALLEL) tests/hf tests/test_conformance.py $(ARGS)
 
 test-kernels-full: $(VENV)/.installed ## run the tests of kernels on the full grid of shapes, in Triton's interpreter
-	@SPARSESEL_FULL=1 $(VENV)/bin/python -m pytest tests/ops tests/plugins tests/test_conformance_triton.py $(ARGS)
+	@SPARSESEL_FULL=1 $(VENV)/bin/python -m pytest $(PARALLEL) tests/ops tests/plugins tests/test_conformance_triton.py $(ARGS)
 
 check: $(VENV)/.installed ## lint, check formatting, types, imports and generated text
 	@$(VENV)/bin/ruff check .

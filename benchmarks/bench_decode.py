@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from sparsesel.kv import KVView
+from sparsesel.ops import backend
 from sparsesel.registry import make_selector
 from sparsesel.rotary import Rotary
 from sparsesel.selector import Counters, LayerSpec
@@ -76,6 +77,12 @@ def workload(request) -> Workload:
     cache = (1, option.kv_heads, request.param, option.head_dim)
     parts = (torch.cat(walk, dim=2), noise(*cache), noise(*cache))
     return Workload(*(part.to(option.device, getattr(torch, option.dtype)) for part in parts))
+
+
+@pytest.fixture(autouse=True)
+def chosen_backend(request):
+    with backend.using(request.config.option.backend):
+        yield
 
 
 def test_step(workload, spec, config_of, record, request, benchmark):

@@ -11,6 +11,7 @@ from sparsesel.config import build
 from sparsesel.errors import InputError
 from sparsesel.eval import provenance
 from sparsesel.eval.cost import CostConfig, strict_specs
+from sparsesel.ops import backend
 
 ROWS = pytest.StashKey[list]()
 """What was measured so far, one record per test."""
@@ -28,6 +29,7 @@ def pytest_addoption(parser):
     group.addoption("--set", action="append", default=[], metavar="FIELD=VALUE", help="in every selector that has it")
     group.addoption("--dtype", default="float32", help="bfloat16, float16 or float32 [float32]")
     group.addoption("--device", default="cpu", help="cpu or cuda [cpu]")
+    group.addoption("--backend", default="auto", help="what runs: auto, triton or eager [auto]")
     group.addoption("--rounds", type=int, default=20, help="decode steps timed [20]")
     group.addoption("--warmup-steps", type=int, default=40, help="decode steps before, which fill the states [40]")
     group.addoption(
@@ -52,6 +54,7 @@ def pytest_configure(config):
         }
         geometry = build(CostConfig, values, where="benchmark")
         selectors = resolve_selectors(option.selectors.split() or strict_specs(), option.set)
+        option.backend = backend.resolve(option.backend, torch.device(option.device))
     except (InputError, ValueError) as error:
         raise pytest.UsageError(str(error)) from None
     if option.rounds < 1 or option.warmup_steps < 0 or not (0 <= option.correlation <= 1 and 0 <= option.jump <= 1):
@@ -116,6 +119,7 @@ def _summary(config):
         "head_dim": geometry.head_dim,
         "dtype": geometry.dtype,
         "device": provenance.device_name(torch.device(option.device)),
+        "backend": option.backend,
         "rounds": option.rounds,
         "warmup_steps": option.warmup_steps,
         "correlation": option.correlation,
@@ -133,8 +137,8 @@ def _table(report):
     yield ""
     yield (
         f"One decode step of one layer: {report['heads']} query heads over {report['kv_heads']} KV heads of "
-        f"{report['head_dim']}, {report['dtype']}, {report['device']}; median ms of {report['rounds']} steps, MB read "
-        "by design, shares of (head, step)"
+        f"{report['head_dim']}, {report['dtype']}, {report['backend']} on {report['device']}; median ms of "
+        f"{report['rounds']} steps, MB read by design, shares of (head, step)"
     )
     context = None
     for row in report["rows"]:

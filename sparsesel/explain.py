@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -30,7 +31,7 @@ class Trace:
         step: Of any later one.
         state: The selector's state after it, on the device "meta".
         workspace: Bytes that the last step allocates, its output among them; all of them, though some are free again
-            before others are needed.
+            before others are needed. Room that it makes in the state is not among them.
         torch_ops: PyTorch operations of the last step that do more than allocate or view, each a launch of its own.
     """
 
@@ -90,38 +91,39 @@ def trace(
                     discover_and_aggregate(selector, query, kv, state, scale=scale)
             found.append(launches)
     prefill, first, step = found
-    return Trace(prefill, first, step, state, work.allocated, work.operations)
+    return Trace(prefill, first, step, state, work.allocated(beside=state.tensors().values()), work.operations)
 
 
 class _Work(TorchDispatchMode):
-    """Counts what PyTorch itself does: operations, and bytes of memory that did not exist before."""
+    """Counts what PyTorch itself does: operations, and memory that did not exist before."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = self.allocated = 0
-        self._known: dict[int, Any] = {}  # storages, kept alive so that none takes the place of another
+        self.operations = 0
+        # Storages by address, kept alive so that none takes the place of another.
+        self._known: dict[int, torch.UntypedStorage] = {}
+        self._fresh: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._fresh((args, kwargs))
+        self._known |= _storages((args, kwargs))
         result = func(*args, **kwargs)
-        fresh = self._fresh(result)
-        self.allocated += fresh
-        changes = func._schema.is_mutable
-        if changes or (fresh and "empty" not in func._schema.name):
+        fresh = {address: one for address, one in _storages(result).items() if address not in self._known}
+        self._known |= fresh
+        self._fresh |= {address: one.nbytes() for address, one in fresh.items()}
+        if func._schema.is_mutable or (fresh and "empty" not in func._schema.name):
             self.operations += 1
         return result
 
-    def _fresh(self, tree: Any) -> int:
-        """Bytes of the storages in `tree` that were not known; they are from now on."""
-        fresh = 0
-        for leaf in tree_leaves(tree):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self._known:
-                    self._known[storage._cdata] = storage
-                    fresh += storage.nbytes()
-        return fresh
+    def allocated(self, *, beside: Iterable[torch.Tensor]) -> int:
+        """Bytes of memory that is new, that of some tensors left out."""
+        others = _storages(list(beside))
+        return sum(size for address, size in self._fresh.items() if address not in others)
+
+
+def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    found = (leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return {storage._cdata: storage for storage in found}
 
 
 def meta_view(layer: LayerSpec, visible: int, length: int, *, page_size: int = 0, left_padded: bool = False) -> KVView:

@@ -43,38 +43,10 @@ settings.register_profile("repeatable", deadline=None, derandomize=True, max_exa
 settings.register_profile("explore", deadline=None, max_examples=400)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-
-def _patch_language_once():
-    """Let Triton's interpreter patch its language once per launch.
-
-    It does so again whenever one function of a kernel calls another, which finds nothing left to patch and yet takes
-    close to half of its time.
-    """
-    from triton.runtime import interpreter
-
-    patch_lang, language = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
-    patched = []  # how the functions called so far in this launch know the language
-
-    class Already:
-        def restore(self):
-            pass
-
-    def patch_once(fn):
-        names = [any(value is module for value in fn.__globals__.values()) for module in language]
-        if names in patched:
-            return Already()
-        scope = patch_lang(fn)
-        if not patched:  # the kernel itself
-            restore = scope.restore
-            scope.restore = lambda: (patched.clear(), restore())
-        patched.append(names)
-        return scope
-
-    interpreter._patch_lang = patch_once
-
-
 if importlib.util.find_spec("triton"):
-    _patch_language_once()
+    from sparsesel.testing.interpreter import guard
+
+    guard()
 
 # The sample project's tests need the sample project; test_third_party.py says so where it must be there.
 collect_ignore = [] if importlib.util.find_spec("sparsesel_strided") else ["third_party"]

@@ -1,5 +1,7 @@
 """The check for CUDA machines runs here in Triton's interpreter, tells what it did, and finds what is wrong."""
 
+import importlib
+import inspect
 import json
 import os
 import signal
@@ -122,6 +124,31 @@ def test_bad_options_are_refused(options, part):
 
 
 # What a run without a GPU leaves out
+
+
+def test_what_a_device_is_given_to_do_can_be_done(modules):
+    """Jobs have names of their own, functions that are there and take their arguments, and selectors that exist."""
+    from gpu import plan
+    from gpu.selectors import build
+
+    jobs = {
+        "operations": list(plan.operations("cuda", tiny=False)),
+        "selectors": list(plan.selectors("cuda", tiny=False)),
+        "graphs": list(plan.graphs("cuda")),
+        "latency": list(plan.latency("cuda", 1e12)),
+    }
+    for name, section in jobs.items():
+        assert len({job.name for job in section}) == len(section)
+        for job in section:
+            module, function = job.function.split(":")
+            inspect.signature(getattr(importlib.import_module(module), function)).bind(**job.arguments)
+        specs = {(job.arguments["spec"], job.arguments["level"]) for job in section if "spec" in job.arguments}
+        names = {build(*one).config.name for one in specs}
+        assert names == ({*OURS} if name != "operations" else set())
+    geometries = [job.arguments["geometry"] for job in jobs["operations"] if "geometry" in job.arguments]
+    for axis, values in plan.AXES.items():
+        assert {getattr(one, axis) for one in geometries} == set(values)
+    assert {job.arguments["level"] for job in jobs["latency"] if "level" in job.arguments} == {None, 1, 2, 3, 4, 5}
 
 
 def plain(step, device):

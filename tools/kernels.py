@@ -35,9 +35,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few configurations of each kernel, to check")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--only", default="", help="only kernels whose name contains this, to check")
+    parser.add_argument("--target", action="append", choices=TARGETS, help="only this target, to check; repeatable")
     options = parser.parse_args()
-    if (options.quick or options.only) and not options.check:
-        parser.error("--quick and --only go with --check: the record is of everything")
+    partial = options.quick or options.only or options.target
+    if partial and not options.check:
+        parser.error("a part goes with --check: the record is of everything")
+    targets = options.target or list(TARGETS)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     found = collect(quick=options.quick)
     launches = [launch for launch in found.launches if options.only in launch.kernel]
@@ -45,7 +48,7 @@ def main() -> None:
     problems = found.failures + [
         f"{kernel} is launched by nothing that was traced" for kernel in sorted(kernels() - covered)
     ]
-    rows, errors = compiled(launches, options.jobs)
+    rows, errors = compiled(launches, targets, options.jobs)
     record = Record.read()
     labels = described(launches)[1] | record.labels
     names = {key: f"{kernel.partition(':')[2]} [{label}]" for key, (kernel, label) in labels.items()}
@@ -62,23 +65,23 @@ def main() -> None:
         console.print(f"Triton {version} has no record: only limits are checked.")
     else:
         problems += worse(rows, record.versions[version], names)
-        if not options.quick and not options.only:
+        if not partial:
             problems += stale(rows, record, version)
     for problem in problems:
         console.print(problem)
     count = len({launch.kernel for launch in launches})
-    done = f"{count} kernels, {len(launches)} configurations, {len(TARGETS)} targets, Triton {triton.__version__}"
+    done = f"{count} kernels, {len(launches)} configurations, {len(targets)} targets, Triton {triton.__version__}"
     console.print(f"{done}: {f'{len(problems)} problems' if problems else 'all well'}.")
     sys.exit(bool(problems))
 
 
-def compiled(launches: list[Launch], jobs: int) -> tuple[Rows, dict[tuple[str, str], str]]:
+def compiled(launches: list[Launch], targets: list[str], jobs: int) -> tuple[Rows, dict[tuple[str, str], str]]:
     """What each launch takes on each target, and the errors of those that do not compile, in a fixed order."""
     # Read by the processes that are started next, before they load Triton.
     os.environ["TRITON_INTERPRET"] = "0"
     os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE))
     os.environ["OMP_NUM_THREADS"] = "1"
-    work = [(launch, target) for launch in launches for target in TARGETS]
+    work = [(launch, target) for launch in launches for target in targets]
     done: dict[tuple[str, str], Resources | str] = {}
     columns = (TextColumn("Compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     spawn = multiprocessing.get_context("spawn")

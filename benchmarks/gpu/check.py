@@ -37,6 +37,8 @@ class Check:
         for name in chosen:
             so_far += SHARES[name]
             self._deadlines[name] = self._began + 60 * options.minutes * so_far / total
+        # Everything else leans on it, and loading torch for the first time may take long.
+        self._deadlines["environment"] = max(self._deadlines["environment"], self._began + 60)
 
     def run(self) -> int:
         """Run the sections; the exit code."""
@@ -109,12 +111,16 @@ class Check:
             return
         self._pool.close()  # to leave the device's memory to the processes of pytest
         processes, only = (1, TINY_TESTS) if self.options.tiny else (self._workers(), self.options.only)
+
+        def keep(found: dict[str, Any]) -> None:
+            section.update(found)
+            counts = [f"{found[name]} {name}" for name in ("passed", "failed", "skipped", "not reached")]
+            section["summary"] = ", ".join(counts)
+            section["status"] = FAILED if found["failed"] else INCOMPLETE if found["not reached"] else PASSED
+            self.report.write()
+
         deadline = self._deadlines["conformance"]
-        found = conformance.run(self.options.device, processes=processes, deadline=deadline, only=only)
-        section |= found
-        counts = [f"{found[name]} {name}" for name in ("passed", "failed", "skipped", "not reached")]
-        section["summary"] = ", ".join(counts)
-        section["status"] = FAILED if found["failed"] else INCOMPLETE if found["not reached"] else PASSED
+        conformance.run(self.options.device, processes=processes, deadline=deadline, on_progress=keep, only=only)
 
     def _run(
         self, name: str, jobs: Iterable[Job], workers: int, keep: Callable[[Outcome], None] = lambda outcome: None

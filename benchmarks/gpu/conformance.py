@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +21,32 @@ def missing() -> list[str]:
     return [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
 
 
-def run(device: str, *, processes: int, deadline: float, only: str = "") -> dict[str, Any]:
+def run(
+    device: str, *, processes: int, deadline: float, on_progress: Callable[[dict[str, Any]], None], only: str = ""
+) -> None:
     """Run all tests, or those whose names `only` says in pytest's words (`-k`), until the deadline.
 
-    Returns:
-        How many passed, failed, were skipped and were not reached, and the errors of those that failed.
+    Every few seconds, and at the end in any case, `on_progress` is told how many passed, failed, were skipped and were
+    not reached, and the errors of those that failed.
     """
     os.environ["GPU_CHECK_DEVICE"] = device
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as name:
         folder = Path(name)
         shards = [_Shard(folder, index, processes, only) for index in range(processes)]
-        restarts = RESTARTS
+        restarts, told = RESTARTS, time.monotonic()
         try:
             while time.monotonic() < deadline:
                 restarts -= sum(shard.go_on() for shard in shards if restarts > 0)
                 if not any(shard.is_running for shard in shards):
                     break
                 time.sleep(0.2)
+                if time.monotonic() > told + 5:
+                    told = time.monotonic()
+                    on_progress(_summary(shards))
         finally:
             for shard in shards:
                 shard.stop()
-        return _summary(shards)
+            on_progress(_summary(shards))
 
 
 class _Shard:
@@ -114,7 +120,7 @@ def _summary(shards: list[_Shard]) -> dict[str, Any]:
         tests, total = read(shard.lines)
         counts["not reached"] += total - len(tests)
         begun = [test for test, record in tests.items() if not record]
-        if shard.was_stopped and begun:
+        if begun and (shard.was_stopped or shard.is_running):
             under_way.append(begun[-1])
             counts["not reached"] += 1
         for test, record in tests.items():
@@ -125,6 +131,7 @@ def _summary(shards: list[_Shard]) -> dict[str, Any]:
             if outcome == "failed":
                 failures.append({"name": test, "error": record.get("error", "the process ended in it")})
         if not total:
-            counts["not reached" if shard.was_stopped else "failed"] += 1
-            failures += [] if shard.was_stopped else [{"name": "collection", "error": shard.last_words()}]
+            is_early = shard.was_stopped or shard.is_running
+            counts["not reached" if is_early else "failed"] += 1
+            failures += [] if is_early else [{"name": "collection", "error": shard.last_words()}]
     return {**counts, "failures": failures, "under way": under_way}

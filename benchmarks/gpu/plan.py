@@ -67,6 +67,8 @@ TINY = {
     "tokenselect": ("topk=12,sink_size=3,local_size=4",),
 }
 TINY_GEOMETRY = Geometry("bfloat16", 16, 2, "paged", 60, kv_heads=1)
+TINY_LENGTHS = {"sparq": 300}
+"""Of prompts that are taken in by several programs."""
 GRAPHS = Geometry("bfloat16", 128, 4, "dense", 3000)
 CONTEXTS = (131072, 65536, 32768, 16384)
 
@@ -78,10 +80,10 @@ def ours() -> list[str]:
 
 def _specs(name: str) -> list[tuple[str, int | None]]:
     """Everything that one selector can be, its defaults first, and the level of fusion where there are several."""
-    presets = [f"{name}:{preset}" for preset in registry().presets(name)]
-    changed = [f"{name},{change}" for change in (*VARIANTS.get(name, ()), *ALSO.get(name, ()))]
+    presets = (f"{name}:{preset}" for preset in registry().presets(name))
+    also = (f"{name},{change}" for change in ALSO.get(name, ()))
     found: dict[Any, tuple[str, int | None]] = {}
-    for spec in (name, *presets, *changed):
+    for spec in (name, *VARIANTS.get(name, ()), *presets, *also):
         found.setdefault(registry().make_config(spec), (spec, None))  # a preset may be the defaults by another name
     return [*found.values(), *((name, level) for level in (LEVELS if name == "retopk" else ()))]
 
@@ -120,7 +122,9 @@ def selectors(device: str, *, tiny: bool) -> Iterator[Job]:
         for number, (spec, level) in enumerate(_tiny_specs(name) if tiny else _specs(name)):
             turn += 1
             for at in range(1 if tiny else len(GEOMETRIES) if number == 0 else 2):
-                geometry = TINY_GEOMETRY if tiny else GEOMETRIES[(turn + at) % len(GEOMETRIES)]
+                geometry = GEOMETRIES[(turn + at) % len(GEOMETRIES)]
+                if tiny:
+                    geometry = dataclasses.replace(TINY_GEOMETRY, length=TINY_LENGTHS.get(name, TINY_GEOMETRY.length))
                 arguments = {"spec": spec, "level": level, "geometry": geometry, "steps": 2 if tiny else 6}
                 function = "gpu.selectors:check_selector"
                 rounds[at].append(Job(f"{named(spec, level)}, {geometry}", function, {**arguments, "device": device}))

@@ -43,7 +43,12 @@ class ExactTopKSelector:
 
     def discover(self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: SelectorState, *, scale: float) -> Support:
         """The K best keys of each query head; ties go to the lower index."""
-        return self._discover(query, kv, state, scale=scale)[0]
+        if backend.current(query.device) == "eager":
+            return self._discover(query, kv, state, scale=scale)[0]
+        from sparsesel_exact_topk import kernels
+
+        indices, _ = kernels.best_keys(query, kv, self.config.topk, state.counters, scale=scale)
+        return Support.of(indices[:, :, None])
 
     def aggregate(
         self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, support: Support, state: SelectorState, *, scale: float
@@ -57,6 +62,10 @@ class ExactTopKSelector:
         self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: SelectorState, *, scale: float
     ) -> Float[Tensor, "B Hq 1 D"]:
         """One decode step; the scores that chose the support also weigh it."""
+        if backend.current(query.device) == "triton":
+            from sparsesel_exact_topk import kernels
+
+            return kernels.attend(query, kv, self.config.topk, state.counters, scale=scale)
         _, indices, scores = self._discover(query, kv, state, scale=scale)
         return softmax_values(scores, kv, indices).to(query.dtype)
 
@@ -83,17 +92,11 @@ class ExactTopKSelector:
         self, query: Tensor, kv: KVView, state: SelectorState, *, scale: float
     ) -> tuple[Support, Tensor, Tensor]:
         """The support, its indices `[B, Hq, K]` and the scores at them."""
-        if backend.current(query.device) == "triton":
-            from sparsesel_exact_topk import kernels
-
-            indices, chosen = kernels.best_keys(query, kv, self.config.topk, scale=scale)
-        else:
-            scores = qk_scores(query, kv, scale=scale)
-            lengths = kv.lengths[:, None].expand(scores.shape[:2])
-            topk = row_topk(self.config.topk, lengths)
-            indices = topk_indices(scores, topk, lengths, widest=resolve_topk(self.config.topk, kv.max_length))
-            chosen = scores_at(scores, indices)
+        scores = qk_scores(query, kv, scale=scale)
+        lengths = kv.lengths[:, None].expand(scores.shape[:2])
+        topk = row_topk(self.config.topk, lengths)
+        indices = topk_indices(scores, topk, lengths, widest=resolve_topk(self.config.topk, kv.max_length))
         support = Support.of(indices[:, :, None])
         state.counters.add_step(support, kv, query.shape[1])
-        state.counters.add("exact", torch.ones_like(support.counts[..., 0]))
-        return support, indices, chosen
+        state.counters.add("exact", torch.ones_like(lengths))
+        return support, indices, scores_at(scores, indices)

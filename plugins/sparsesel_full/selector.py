@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparsesel.kv import KVView
-from sparsesel.ops import dense_attention
+from sparsesel.ops import backend, dense_attention
 from sparsesel.selector import LayerSpec, SelectorState, StepCost, Support, discover_and_aggregate
 from sparsesel_full.config import FullConfig
 
@@ -42,6 +42,11 @@ class FullSelector:
         self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: SelectorState, *, scale: float
     ) -> Float[Tensor, "B Hq 1 D"]:
         """One dense decode step."""
+        if backend.current(query.device) == "triton":
+            from sparsesel.ops.dense_attention import dense_attention as counting
+
+            counters = state.counters.table(("steps", "selected", "visible"), query.shape[1], query.device)
+            return counting(query, kv, scale=scale, counters=counters)
         return discover_and_aggregate(self, query, kv, state, scale=scale)
 
     def cost(self, layer: LayerSpec, length: int) -> StepCost:

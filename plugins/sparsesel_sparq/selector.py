@@ -11,6 +11,7 @@
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -19,10 +20,21 @@ from torch import Tensor
 from sparsesel.config import resolve_topk
 from sparsesel.errors import InputError
 from sparsesel.kv import KVView
-from sparsesel.ops import dense_attention, indexed_qk, row_topk, softmax_values, topk_indices
+from sparsesel.ops import (
+    backend,
+    dense_attention,
+    indexed_qk,
+    row_topk,
+    softmax_values,
+    sparse_attention,
+    topk_indices,
+)
 from sparsesel.selector import LayerSpec, StepCost, Support
 from sparsesel_sparq.config import SparQConfig
 from sparsesel_sparq.state import BLOCK, SparQState
+
+if TYPE_CHECKING:
+    from sparsesel_sparq.kernels import Approximation
 
 
 @dataclass(frozen=True)
@@ -48,7 +60,16 @@ class SparQSelector:
 
     def discover(self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: SparQState, *, scale: float) -> Support:
         """The support of each key-value head, common to its query heads."""
-        return self._discover(query, kv, state, scale=scale)[0]
+        if backend.current(query.device) == "eager":
+            return self._discover(query, kv, state, scale=scale)[0]
+        from sparsesel_sparq import kernels
+
+        found, indices = self._choose(query, kv, state, scale=scale)
+        support = Support.of(indices[:, :, None])
+        state.counters.add_step(support, kv, query.shape[1])
+        if self.config.reallocate:
+            state.counters.add("reallocated", kernels.mass_outside(found, indices, kv))
+        return support
 
     def aggregate(
         self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, support: Support, state: SparQState, *, scale: float
@@ -56,6 +77,14 @@ class SparQSelector:
         """Softmax attention over the support and the mean value, each by its share of the approximate mass."""
         if support.indices is None:
             return dense_attention(query, kv, scale=scale)
+        if backend.current(query.device) == "triton":
+            if not self.config.reallocate:
+                return sparse_attention(query, kv, support.indices, scale=scale)
+            from sparsesel_sparq import kernels
+
+            found = kernels.approximate(query, kv, state.components, rank=self.config.rank, scale=scale)
+            indices = support.indices[:, :, 0]
+            return kernels.reallocated_attention(query, kv, indices, found, state.value_sum, scale=scale)[0]
         left_out = None
         if self.config.reallocate:
             weights = approximate_weights(query, kv, state, self.config.rank, scale=scale)
@@ -66,6 +95,8 @@ class SparQSelector:
         self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: SparQState, *, scale: float
     ) -> Float[Tensor, "B Hq 1 D"]:
         """One decode step; keys are scored approximately once."""
+        if backend.current(query.device) == "triton":
+            return self._attend(query, kv, state, scale=scale)
         _, indices, left_out = self._discover(query, kv, state, scale=scale)
         return self._combine(query, kv, indices, left_out, state, scale=scale)
 
@@ -101,6 +132,30 @@ class SparQSelector:
                 got=self.config.rank,
                 remedy=f"Set for example rank={max(1, layer.head_dim // 4)}.",
             )
+
+    def _choose(self, query: Tensor, kv: KVView, state: SparQState, *, scale: float) -> "tuple[Approximation, Tensor]":
+        """Approximate scores and the chosen positions `[B, Hkv, K]`, by the kernels."""
+        from sparsesel_sparq import kernels
+
+        config = self.config
+        state.record(kv, with_values=config.reallocate)
+        found = kernels.approximate(query, kv, state.components, rank=config.rank, scale=scale)
+        return found, kernels.choose(found, kv, topk=config.topk, local_size=config.local_size)
+
+    def _attend(self, query: Tensor, kv: KVView, state: SparQState, *, scale: float) -> Tensor:
+        """One decode step, by the kernels."""
+        from sparsesel_sparq import kernels
+
+        found, indices = self._choose(query, kv, state, scale=scale)
+        names, left_out = ("steps", "selected", "visible"), None
+        if self.config.reallocate:
+            names = (*names, "reallocated")
+            output, left_out = kernels.reallocated_attention(query, kv, indices, found, state.value_sum, scale=scale)
+        else:
+            output = sparse_attention(query, kv, indices[:, :, None], scale=scale)
+        counters = state.counters.table(names, query.shape[1], query.device)
+        kernels.count(counters, kv, self.config.topk, left_out)
+        return output
 
     def _discover(
         self, query: Tensor, kv: KVView, state: SparQState, *, scale: float

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparsesel.kv import KVView
+from sparsesel.ops import backend
 from sparsesel.per_token import PerTokenState, with_room, write_tokens
 from sparsesel.selector import LayerSpec
 
@@ -45,21 +46,35 @@ class SparQState(PerTokenState):
     def reset(self) -> None:
         """Forget every sequence."""
         super().reset()
-        self.value_sum = torch.zeros_like(self.value_sum)
-        self.block_sums = torch.zeros_like(self.block_sums)
+        self.value_sum.zero_()
+        self.block_sums.zero_()
 
     def crop(self, lengths: Int[Tensor, " B"]) -> None:
         """Fall back to the block boundary before `lengths`; what lies between is recorded again at the next step."""
         lengths = lengths.to(self.indexed.device)
         left = torch.where(lengths < self.indexed, lengths // BLOCK, self.indexed // BLOCK + 1)  # [B] whole blocks
         gone = torch.arange(self.block_sums.shape[2], device=left.device) >= left[:, None]
-        self.block_sums = self.block_sums.masked_fill(gone[:, None, :, None], 0.0)
+        self.block_sums.masked_fill_(gone[:, None, :, None], 0.0)
         kept = (lengths >= self.indexed)[:, None, None]
-        self.value_sum = torch.where(kept, self.value_sum, self.block_sums.sum(2))
+        self.value_sum.copy_(torch.where(kept, self.value_sum, self.block_sums.sum(2)))
         super().crop(left * BLOCK)
 
     def record(self, kv: KVView, *, with_values: bool) -> None:
         """Take in every token of `kv` that is not recorded yet."""
+        if backend.current(kv.device) == "triton":
+            from sparsesel_sparq import kernels
+
+            self.components = with_room(self.components, kv.max_length, dim=3)
+            sums = None
+            if with_values:
+                self._make_room(kv.max_length, kv.values.shape[3])
+                sums = (self.value_sum, self.block_sums)
+            kernels.append(kv, self.indexed, self.components, sums, span=BLOCK, lacking=self.lacking(kv))
+        else:
+            self._gather(kv, with_values=with_values)
+        self.recorded(kv)
+
+    def _gather(self, kv: KVView, *, with_values: bool) -> None:
         positions, real = self.pending(kv)
         if positions.shape[1]:
             heads = (positions.shape[0], kv.num_heads, -1)
@@ -68,7 +83,6 @@ class SparQState(PerTokenState):
             write_tokens(self.components.transpose(2, 3), positions, real, keys)
             if with_values:
                 self._add_values(kv, positions.shape[1])
-        self.recorded(kv)
 
     def rows(self, dims: Int[Tensor, "B Hkv R"], length: int) -> Float[Tensor, "B Hkv R L"]:
         """The components `dims` of the first `length` keys: what is read to score approximately."""
@@ -91,12 +105,12 @@ class SparQState(PerTokenState):
         first = self.indexed // span * span
         positions = first[:, None] + torch.arange(blocks * span, device=first.device)
         real = (positions >= self.indexed[:, None]) & (positions < kv.lengths[:, None])
-        values = kv.gather_values(positions[:, None].expand(-1, kv.num_heads, -1)).float()
+        values = kv.gather_values(positions[:, None].expand(-1, kv.num_heads, -1)).detach().float()
         values = values.masked_fill_(~real[:, None, :, None], 0.0)
         sums = values.unflatten(2, (blocks, span)).sum(3)  # [B, Hkv, blocks, Dv]
         index = (positions[:, ::span] // BLOCK).clamp_max(self.block_sums.shape[2] - 1)
         self.block_sums.scatter_add_(2, index[:, None, :, None].expand_as(sums), sums)
-        self.value_sum = self.value_sum + sums.sum(2)
+        self.value_sum += sums.sum(2)
 
     def _make_room(self, tokens: int, channels: int) -> None:
         rows, heads, held, present = self.block_sums.shape

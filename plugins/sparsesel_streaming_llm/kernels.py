@@ -20,6 +20,7 @@ from sparsesel.ops.launch import (
     topk_arguments,
 )
 from sparsesel.ops.primitives import (
+    count_step,
     load_group,
     load_rows,
     online_softmax,
@@ -30,6 +31,7 @@ from sparsesel.ops.primitives import (
     weighed,
 )
 from sparsesel.ops.split_k import combine, num_splits, part, store_part
+from sparsesel.rotary import Rotary
 
 # What a launch attends to: everything that is kept, or one of its two runs of positions.
 KEPT, SINKS, WINDOW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -38,13 +40,54 @@ _LEAST_KEYS = 64
 
 
 @triton.jit
+def cosine_and_sine(b_turns):
+    """Of angles in float64, counted in full turns, to float32: polynomials of the nearest quarter turn's distance."""
+    b_quarter = tl.floor(b_turns * 4.0 + 0.5)
+    b_x = (b_turns * 4.0 - b_quarter).to(tl.float32) * 1.5707963267948966  # within an eighth of a turn
+    b_z = b_x * b_x
+    b_sin = b_x + b_x * b_z * (-1.6666654611e-1 + b_z * (8.3321608736e-3 - b_z * 1.9515295891e-4))
+    b_cos = 4.166664568298827e-2 - b_z * (1.388731625493765e-3 - b_z * 2.443315711809948e-5)
+    b_cos = 1.0 - 0.5 * b_z + b_z * b_z * b_cos
+    b_quarter = b_quarter.to(tl.int64) & 3
+    m_odd = (b_quarter & 1) == 1
+    b_first, b_second = tl.where(m_odd, b_sin, b_cos), tl.where(m_odd, b_cos, b_sin)
+    m_minus_cos, m_minus_sin = (b_quarter == 1) | (b_quarter == 2), b_quarter >= 2
+    return tl.where(m_minus_cos, -b_first, b_first), tl.where(m_minus_sin, -b_second, b_second)
+
+
+@triton.jit
+def load_rotated_group(
+    p_q, i_b, i_first, s_qb, s_qh, s_qd, p_freq, s_freq, offset, COUNT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    G: tl.constexpr, DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """As `load_group`, `offset` positions further on, float32; see `sparsesel.rotary.Rotary.rotate`."""
+    o_g, o_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    m_turned = o_d < 2 * COUNT
+    if INTERLEAVED:
+        o_pair, o_other, m_first = o_d // 2, o_d ^ 1, o_d % 2 == 0
+    else:
+        o_pair, m_first = o_d % COUNT, o_d < COUNT
+        o_other = tl.where(m_first, o_d + COUNT, o_d - COUNT)
+    # In float64: a float32 angle of many turns is off by more than the positions it is to tell apart.
+    b_turns = tl.load(p_freq + o_pair * s_freq, mask=m_turned, other=0.0).to(tl.float64) * offset
+    b_turns = b_turns * tl.full([BLOCK_D], 0.15915494309189535, tl.float64)  # radians to turns
+    b_cos, b_sin = cosine_and_sine(b_turns)
+    p_row = p_q + i_b.to(tl.int64) * s_qb + (i_first + o_g[:, None]).to(tl.int64) * s_qh  # [G, 1]
+    m_g = o_g[:, None] < G
+    b_own = tl.load(p_row + o_d[None, :] * s_qd, mask=m_g & (o_d[None, :] < DIM), other=0.0).to(tl.float32)
+    b_other = tl.load(p_row + o_other[None, :] * s_qd, mask=m_g & m_turned[None, :], other=0.0).to(tl.float32)
+    b_side = tl.where(m_first, -b_sin, b_sin)[None, :]
+    return tl.where(m_turned[None, :], b_own * b_cos[None, :] + b_other * b_side, b_own)
+
+
+@triton.jit
 def sink_window_attention_kernel(
-    p_q, s_qb, s_qh, s_qd,
+    p_q, s_qb, s_qh, s_qd, p_freq, s_freq,
     p_k, s_kb, s_kh, s_kn, s_kd,
     p_v, s_vb, s_vh, s_vn, s_vd,
     p_lengths, p_starts, p_table, s_table,
     p_topk, topk, sink_size, p_part, p_lse, first_part, num_parts, p_counters, scale,
-    RUN: tl.constexpr,
+    RUN: tl.constexpr, COUNT: tl.constexpr, INTERLEAVED: tl.constexpr,
     G: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -61,8 +104,14 @@ def sink_window_attention_kernel(
         first = sinks
     begin, end = part(last - first, i_split, tl.num_programs(0), BLOCK_N)
     i_kv = i_h.to(tl.int64)
-    o_g = tl.arange(0, BLOCK_G)
-    b_q = load_group(p_q, i_b, i_h * G, s_qb, s_qh, s_qd, G, DIM, BLOCK_G, BLOCK_D)  # [G, D]
+    # [G, D]
+    if RUN == SINKS:
+        b_q = load_rotated_group(
+            p_q, i_b, i_h * G, s_qb, s_qh, s_qd, p_freq, s_freq, budget - length, COUNT, INTERLEAVED,
+            G, DIM, BLOCK_G, BLOCK_D,
+        )  # fmt: skip
+    else:
+        b_q = load_group(p_q, i_b, i_h * G, s_qb, s_qh, s_qd, G, DIM, BLOCK_G, BLOCK_D)
     b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_G], tl.float32)
     b_acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
@@ -80,12 +129,7 @@ def sink_window_attention_kernel(
     i_row, i_part = (i_b * tl.num_programs(1) + i_h) * G, first_part + i_split
     store_part(p_part, p_lse, b_acc, b_max, b_sum, end - begin, i_row, i_part, num_parts, G, DIM_V)
     if i_part == 0:
-        heads = tl.num_programs(1) * G
-        p_sum = p_counters + i_h * G + o_g
-        b_one = tl.full([BLOCK_G], 1, tl.int32)
-        tl.atomic_add(p_sum, b_one.to(tl.float64), mask=o_g < G)
-        tl.atomic_add(p_sum + heads, (b_one * budget).to(tl.float64), mask=o_g < G)
-        tl.atomic_add(p_sum + 2 * heads, (b_one * length).to(tl.float64), mask=o_g < G)
+        count_step(p_counters, i_h * G, tl.num_programs(1) * G, budget, length, G, BLOCK_G)
 
 
 def sink_window_attention(
@@ -95,7 +139,7 @@ def sink_window_attention(
     topk: int | str,
     sink_size: int,
     scale: float,
-    near: Float[Tensor, "B Hq 1 D"] | None,
+    rotary: Rotary | None,
     counters: Float[Tensor, "3 Hq"],
 ) -> Float[Tensor, "B Hq 1 Dv"]:
     """Softmax attention over the first positions and the last, K of them; zeros for a sequence without any.
@@ -106,24 +150,33 @@ def sink_window_attention(
         topk: K.
         sink_size: S.
         scale: Factor of the scores.
-        near: The query that sinks are scored by, float32, or None for `query`.
+        rotary: How to score the sinks by the query as it would be at position K - 1; None to score them by it as it is.
         counters: Sums of steps, of selected and of visible keys, to add this step to.
     """
     batch, num_heads = query.shape[:2]
     dim_v = kv.values.shape[3]
     kept = min(resolve_topk(topk, kv.max_length), kv.max_length)
-    # A query of another type takes a launch of its own.
-    runs = [(KEPT, query, kept)] if near is None else [(WINDOW, query, kept), (SINKS, near, min(sink_size, kept))]
-    splits = [num_splits(batch * kv.num_heads, keys, least=_LEAST_KEYS) for _, _, keys in runs]
+    block = min(block_tokens(kv.keys), block_tokens(kv.values))
+    runs = [(KEPT, kept, block)]
+    frequencies = None
+    if rotary is not None and rotary.inv_freq.shape[0] and sink_size:
+        # A rotated query is float32: products with it take a launch of their own, on tiles that fit in that type.
+        frequencies = rotary.inv_freq.to(query.device)
+        fewer = max(16, block * kv.keys.element_size() // 4)
+        runs = [(WINDOW, kept, block), (SINKS, min(sink_size, kept), fewer)]
+    splits = [num_splits(batch * kv.num_heads, keys, least=_LEAST_KEYS) for _, keys, _ in runs]
     parts = torch.empty(batch * num_heads, sum(splits), dim_v, dtype=torch.float32, device=query.device)
     lse = torch.empty(batch * num_heads, sum(splits), 2, dtype=torch.float32, device=query.device)
-    for i, (run, vectors, _) in enumerate(runs):
+    for i, (run, _, tokens) in enumerate(runs):
+        turned = frequencies if run == SINKS else None
         launch(
             sink_window_attention_kernel,
             (splits[i], kv.num_heads, batch),
-            **query_arguments(vectors, kv),
+            **query_arguments(query, kv),
             **kv_arguments(kv),
             **topk_arguments(topk, kv),
+            p_freq=turned,
+            s_freq=0 if turned is None else turned.stride(0),
             sink_size=sink_size,
             p_part=parts,
             p_lse=lse,
@@ -132,9 +185,10 @@ def sink_window_attention(
             p_counters=counters,
             scale=scale,
             RUN=run.value,
+            COUNT=0 if turned is None else turned.shape[0],
+            INTERLEAVED=rotary is not None and rotary.interleaved,
             DIM_V=dim_v,
-            # As many keys as fit when they are of the query's type.
-            BLOCK_N=min(block_tokens(vectors), block_tokens(kv.keys), block_tokens(kv.values)),
+            BLOCK_N=tokens,
             BLOCK_DV=block_channels(dim_v),
         )
     return combine(parts, lse, query.dtype).view(batch, num_heads, 1, dim_v)

@@ -10,6 +10,7 @@ from sparsesel.config import resolve_topk
 from sparsesel.errors import InputError
 from sparsesel.kv import KVView
 from sparsesel.ops import backend, dense_attention, indexed_qk, row_topk, softmax_values, sparse_attention
+from sparsesel.rotary import Rotary
 from sparsesel.selector import LayerSpec, SelectorState, StepCost, Support, discover_and_aggregate
 from sparsesel_streaming_llm.config import StreamingLLMConfig
 
@@ -63,14 +64,15 @@ class StreamingLLMSelector:
         """Softmax attention over the support, the sinks at the distance that `positions` says."""
         if support.indices is None:
             return dense_attention(query, kv, scale=scale)
-        nearer = self._nearer(query, kv, state)
-        if nearer is None:
+        rotary = self._rotary(state)
+        if rotary is None:
             return sparse_attention(query, kv, support.indices, scale=scale)
-        _, sinks = self._budget(kv)
+        budget, sinks = self._budget(kv)
         indices = support.indices[:, :, 0]  # [B, H, K]
         scores = indexed_qk(query, kv, indices, scale=scale)
         # Sinks come first in an ascending support.
-        near = indexed_qk(nearer, kv, indices[..., : self.config.sink_size], scale=scale)
+        back = rotary.rotate(query, budget[:, 0] - kv.lengths)
+        near = indexed_qk(back, kv, indices[..., : self.config.sink_size], scale=scale)
         first = scores[..., : near.shape[2]]
         is_sink = torch.arange(near.shape[2], device=kv.device) < sinks[:, None]
         scores = torch.cat([torch.where(is_sink, near, first), scores[..., near.shape[2] :]], dim=-1)
@@ -90,7 +92,7 @@ class StreamingLLMSelector:
             topk=self.config.topk,
             sink_size=self.config.sink_size,
             scale=scale,
-            near=self._nearer(query, kv, state),
+            rotary=self._rotary(state),
             counters=state.counters.table(("steps", "selected", "visible"), query.shape[1], query.device),
         )
 
@@ -110,13 +112,9 @@ class StreamingLLMSelector:
             attended=topk,
         )
 
-    def _nearer(self, query: Tensor, kv: KVView, state: SelectorState) -> Float[Tensor, "B Hq 1 D"] | None:
-        """The query that sinks are scored by, rotated back from position L - 1 to K - 1; None if it is the same."""
-        rotary = state.layer.rotary
-        if self.config.positions == "original" or rotary is None or not self.config.sink_size:
-            return None
-        budget, _ = self._budget(kv)
-        return rotary.rotate(query, budget[:, 0] - kv.lengths)
+    def _rotary(self, state: SelectorState) -> Rotary | None:
+        """What turns the query that sinks are scored by, where it is another one."""
+        return state.layer.rotary if self.config.positions == "cache" and self.config.sink_size else None
 
     def _budget(self, kv: KVView) -> tuple[Int[Tensor, "B 1"], Int[Tensor, "B 1"]]:
         """Keys attended by each sequence, min(K, L), and how many of them are sinks."""

@@ -196,6 +196,7 @@ def _context(context: int, found: "Explanation", compiled: "dict[Any, Resources 
         "context": context,
         "remark": found.remark,
         "attended": found.cost.attended,
+        "state_bytes": found.cost.state_bytes,
         "bytes_read": found.cost.bytes_read,
         **{part: getattr(found.cost, part) for part in _PARTS},
     }
@@ -209,7 +210,7 @@ def _context(context: int, found: "Explanation", compiled: "dict[Any, Resources 
     phases = {"prefill": found.trace.prefill, "first step": found.trace.first, "later steps": found.trace.step}
     kernels = {phase: [_launch(one, compiled) for one in launches] for phase, launches in phases.items()}
     return known | {
-        "state_bytes": found.trace.state.nbytes(),
+        "allocated_state_bytes": found.trace.state.nbytes(),
         "workspace_bytes": found.trace.workspace,
         "torch_ops": found.trace.torch_ops,
         "kernels": kernels,
@@ -244,8 +245,11 @@ def _print(report: dict[str, Any]) -> None:
         parts = ", ".join(f"{part.removesuffix('_bytes')} {_size(one[part])}" for part in _PARTS)
         out.print(f"reads      {_size(one['bytes_read'])} a step by design: {parts}", soft_wrap=True)
         out.print(f"attends    {one['attended']:.0f} keys per query head", soft_wrap=True)
-        out.print(f"state      {_size(one['state_bytes'])} beside the cache", soft_wrap=True)
-        if one["kernels"] is not None:
+        state = f"{_size(one['state_bytes'])} beside the cache by design"
+        if one["kernels"] is None:
+            out.print(f"state      {state}", soft_wrap=True)
+        else:
+            out.print(f"state      {state}, {_size(one['allocated_state_bytes'])} allocated", soft_wrap=True)
             ops = f"{one['torch_ops']} PyTorch operations beside the kernels"
             out.print(f"workspace  {_size(one['workspace_bytes'])} allocated in a step; {ops}", soft_wrap=True)
         if one["remark"]:

@@ -35,6 +35,7 @@ def generate(
         typer.Option("--set", metavar="FIELD=VALUE", help="Set a field; may be given several times."),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    backend: Annotated[str, typer.Option("--backend", help="What runs the selector: auto, triton or eager.")] = "auto",
     online: Annotated[bool, typer.Option("--online", help="Allow a download from the Hub.")] = False,
 ) -> None:
     """Continue a prompt greedily, streaming the text, then print one line of statistics."""
@@ -48,8 +49,10 @@ def generate(
     ((_, config),) = resolve_selectors(selectors, sets or []).items()
     text = _read_prompt(prompt, prompt_file)
 
-    from sparsesel.hf.models import load_model, load_tokenizer, resolve
+    from sparsesel.hf.models import default_device, load_model, load_tokenizer, resolve, resolve_backend
 
+    device = default_device()
+    runs = resolve_backend(backend, device)
     source = resolve(model, online=online)
     source.check_selector(config)
     tokenizer = load_tokenizer(source)
@@ -63,12 +66,12 @@ def generate(
             remedy="Shorten the prompt or ask for fewer tokens.",
         )
 
-    loaded: Any = load_model(source)
+    loaded: Any = load_model(source, device=device)
 
     from sparsesel.hf.inject import sparsify
 
     streamer = _streamer(tokenizer)
-    with sparsify(loaded, config) as session:
+    with sparsify(loaded, config, backend=runs) as session:
         loaded.generate(
             **inputs.to(loaded.device),
             max_new_tokens=max_new_tokens,
@@ -137,7 +140,7 @@ def _streamer(tokenizer: Any) -> Any:
 
 
 def statistics(times: list[float], stats: "Stats") -> str:
-    """One line: tokens, milliseconds per decode step, density, share of each path.
+    """One line: tokens, milliseconds per decode step, density, share of each path, backend.
 
     Args:
         times: When each new token came, in seconds; the first comes from the prefill.
@@ -149,4 +152,4 @@ def statistics(times: list[float], stats: "Stats") -> str:
         parts.append(f"density {stats.density:.3f}")
     paths = ("exact", "reuse", "refresh", "fallback", "underfull", "cold", "hit", "miss")
     parts += [f"{path} {stats.share(path):.3f}" for path in paths if path in stats.total]
-    return " · ".join(parts)
+    return " · ".join([*parts, stats.backend])

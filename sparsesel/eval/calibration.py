@@ -64,7 +64,8 @@ def calibrate(
         advance: Called with the number of tokens after each window.
     """
     total = 0
-    with torch.inference_mode(), sparsify(model, Watcher(calibrator)):
+    # In PyTorch on any device: what is learned does not depend on what will run.
+    with torch.inference_mode(), sparsify(model, Watcher(calibrator), backend="eager"):
         for window in windows:
             tokens = torch.tensor([window], device=model.device)
             model(tokens, use_cache=True, logits_to_keep=1)

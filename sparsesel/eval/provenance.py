@@ -1,10 +1,11 @@
 """Where a result came from: versions, device, commit."""
 
+import contextlib
 import datetime
 import functools
 import platform
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ _PACKAGES = ("torch", "transformers", "tokenizers")
 def versions() -> dict[str, str]:
     """Versions of sparsesel, Python and the packages that results depend on."""
     packages = {name: version(name) for name in _PACKAGES}
+    with contextlib.suppress(PackageNotFoundError):
+        packages["triton"] = version("triton")
     return {"sparsesel": sparsesel.__version__, "python": platform.python_version(), **packages}
 
 

@@ -8,7 +8,16 @@ from torch import Tensor
 
 from sparsesel.kv import KVView
 from sparsesel.ops.launch import block_channels, block_tokens, kv_arguments, launch, query_arguments
-from sparsesel.ops.primitives import load_group, load_rows, online_softmax, products, sequence, token_offsets, weighed
+from sparsesel.ops.primitives import (
+    count_step,
+    load_group,
+    load_rows,
+    online_softmax,
+    products,
+    sequence,
+    token_offsets,
+    weighed,
+)
 from sparsesel.ops.split_k import combine, num_splits, part, store_part
 
 
@@ -18,7 +27,7 @@ def dense_attention_kernel(
     p_k, s_kb, s_kh, s_kn, s_kd,
     p_v, s_vb, s_vh, s_vn, s_vd,
     p_lengths, p_starts, p_table, s_table,
-    p_part, p_lse, num_splits, scale,
+    p_part, p_lse, p_counters, num_splits, scale,
     G: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -43,10 +52,21 @@ def dense_attention_kernel(
         b_acc = b_acc * b_scale[:, None] + weighed(b_p, b_v)
     i_row = (i_b * tl.num_programs(1) + i_h) * G
     store_part(p_part, p_lse, b_acc, b_max, b_sum, end - begin, i_row, i_split, num_splits, G, DIM_V)
+    if p_counters is not None and i_split == 0:
+        count_step(p_counters, i_h * G, tl.num_programs(1) * G, length, length, G, BLOCK_G)
 
 
-def dense_attention(query: Float[Tensor, "B Hq 1 D"], kv: KVView, *, scale: float) -> Float[Tensor, "B Hq 1 Dv"]:
-    """Softmax attention of one query per head over every visible key; see `reference.dense_attention`."""
+def dense_attention(
+    query: Float[Tensor, "B Hq 1 D"], kv: KVView, *, scale: float, counters: Float[Tensor, "3 Hq"] | None = None
+) -> Float[Tensor, "B Hq 1 Dv"]:
+    """Softmax attention of one query per head over every visible key; see `reference.dense_attention`.
+
+    Args:
+        query: Post-RoPE.
+        kv: Keys and values.
+        scale: Factor of the scores.
+        counters: Sums of steps, of selected and of visible keys, to add this step to, or None.
+    """
     batch, num_heads = query.shape[:2]
     dim_v = kv.values.shape[3]
     splits = num_splits(batch * kv.num_heads, kv.max_length)
@@ -59,6 +79,7 @@ def dense_attention(query: Float[Tensor, "B Hq 1 D"], kv: KVView, *, scale: floa
         **kv_arguments(kv),
         p_part=parts,
         p_lse=lse,
+        p_counters=counters,
         num_splits=splits,
         scale=scale,
         DIM_V=dim_v,

@@ -283,3 +283,25 @@ def fill(p, begin, end, value, BLOCK: tl.constexpr):
     o = tl.arange(0, BLOCK)
     for at in range(begin, end, BLOCK):
         tl.store(p + at + o, value, mask=at + o < end)
+
+
+@triton.jit
+def count_step(p_counters, i_first, num_heads, selected, visible, G: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Add a decode step of one sequence and the heads `i_first` to `i_first + G` to `[3, Hq]` float64 sums.
+
+    Args:
+        p_counters: Sums of steps, of selected and of visible keys, see `sparsesel.selector.Counters`.
+        i_first: First head.
+        num_heads: Hq.
+        selected: Keys selected, a number or `[BLOCK_G]`.
+        visible: Keys visible, a number.
+        G: Heads.
+        BLOCK_G: A power of two no smaller.
+    """
+    o_g = tl.arange(0, BLOCK_G)
+    b_one = tl.full([BLOCK_G], 1, tl.int32)
+    p = p_counters + i_first + o_g
+    # Whole numbers, whose sums are the same in any order.
+    tl.atomic_add(p, b_one.to(tl.float64), mask=o_g < G, sem="relaxed")
+    tl.atomic_add(p + num_heads, (b_one * selected).to(tl.float64), mask=o_g < G, sem="relaxed")
+    tl.atomic_add(p + 2 * num_heads, (b_one * visible).to(tl.float64), mask=o_g < G, sem="relaxed")

@@ -118,6 +118,14 @@ def softmax_values(
     scores: Float[Tensor, "B Hq K"], kv: KVView, indices: Int[Tensor, "B H K"]
 ) -> Float[Tensor, "B Hq 1 Dv"]:
     """Values of chosen positions, weighed by the softmax of scores already known; see `reference.softmax_values`."""
+    parts, lse = softmax_values_parts(scores, kv, indices)
+    return combine(parts, lse, torch.float32).view(*scores.shape[:2], 1, -1)
+
+
+def softmax_values_parts(
+    scores: Float[Tensor, "B Hq K"], kv: KVView, indices: Int[Tensor, "B H K"]
+) -> tuple[Float[Tensor, "heads S Dv"], Float[Tensor, "heads S 2"]]:
+    """The same in parts, see `split_k.store_part`, for kernels that make more of them, or output of another type."""
     arguments = {
         **index_arguments(indices, scores, kv),
         **kv_arguments(kv, keys=False),
@@ -125,8 +133,7 @@ def softmax_values(
         "p_scores": scores,
         "BLOCK_N": block_tokens(kv.values),
     }
-    parts, lse = _parts(softmax_values_kernel, arguments, scores.shape[1], kv, indices.shape[2])
-    return combine(parts, lse, torch.float32).view(*scores.shape[:2], 1, -1)
+    return _parts(softmax_values_kernel, arguments, scores.shape[1], kv, indices.shape[2])
 
 
 def _parts(

@@ -61,8 +61,8 @@ def tile_maxima_kernel(
 @triton.jit
 def topk_kernel(
     p_scores, s_scores, p_maxima, s_maxima, p_lengths, p_topk, topk, widest,
-    p_tiles, p_near, p_near_scores, s_near, p_out, p_out_scores,
-    HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_NEAR: tl.constexpr,
+    p_tiles, p_near, p_near_scores, s_near, p_out, p_out_scores, p_counters,
+    HEADS: tl.constexpr, TILE: tl.constexpr, COUNTERS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_NEAR: tl.constexpr,
 ):  # fmt: skip
     """One program per row; every HEADS rows have one length and budget."""
     i_row = tl.program_id(0).to(tl.int64)
@@ -100,6 +100,12 @@ def topk_kernel(
         kept, _ = keep_largest(p_near_scores, p_near, near, k, p_out, p_out_scores, BLOCK_NEAR)
     fill(p_out, kept, widest, -1, BLOCK_NEAR)
     fill(p_out_scores, kept, widest, float("-inf"), BLOCK_NEAR)
+    if COUNTERS > 0:
+        p_counters += i_row % HEADS
+        tl.atomic_add(p_counters, tl.cast(kept, tl.float64), sem="relaxed")
+        tl.atomic_add(p_counters + HEADS, tl.cast(length, tl.float64), sem="relaxed")
+        for i in tl.static_range(2, COUNTERS):
+            tl.atomic_add(p_counters + i * HEADS, tl.full([], 1.0, tl.float64), sem="relaxed")
 
 
 def topk_indices(
@@ -122,8 +128,13 @@ def topk_indices(
         widest = topk if isinstance(topk, int) else int(topk.max())
     rows, total = scores.shape[:-1], scores.shape[-1]
     scores = scores.float().reshape(-1, total)
-    per_row = {"p_topk": None, "topk": topk} if isinstance(topk, int) else {"p_topk": topk.reshape(-1), "topk": 0}
-    indices, _ = largest(scores, lengths.reshape(-1), **per_row, widest=widest)
+    if scores.stride(1) != 1:
+        scores = scores.contiguous()
+    # One number expanded to many lies in one place, and `reshape` alone would leave it there.
+    per_row = {"p_topk": None, "topk": topk}
+    if not isinstance(topk, int):
+        per_row = {"p_topk": topk.reshape(-1).contiguous(), "topk": 0}
+    indices, _ = largest(scores, lengths.reshape(-1).contiguous(), **per_row, widest=widest)
     return indices.view(*rows, indices.shape[1])
 
 
@@ -135,6 +146,7 @@ def largest(
     p_topk: Int[Tensor, " sequences"] | None,
     widest: int,
     maxima: Float[Tensor, "rows N"] | None = None,
+    counters: Float[Tensor, "N heads"] | None = None,
 ) -> tuple[Int[Tensor, "rows K"], Float[Tensor, "rows K"]]:
     """The largest scores of each row, see `topk_indices`, of rows that share their length and budget.
 
@@ -148,6 +160,7 @@ def largest(
         widest: Upper bound of the budgets.
         maxima: The largest score of each tile of `tile_size(L, widest)`, NaN counted as -inf, where these are known
             already.
+        counters: float64 sums by row of a sequence, to which are added: kept and visible scores, and 1 from then on.
 
     Returns:
         int32 indices, ascending, -1 where unused, and the scores there, -inf where unused.
@@ -185,6 +198,8 @@ def largest(
         s_near=widest * tile,
         p_out=indices,
         p_out_scores=kept,
+        p_counters=counters,
+        COUNTERS=0 if counters is None else counters.shape[0],
         HEADS=heads,
         TILE=tile,
         BLOCK=block,

@@ -78,7 +78,7 @@ def test_text_streams_and_ends_in_a_line_of_statistics(run, tiny):
     # 8 decode steps over 9 … 16 keys, 4 of them attended.
     density = 8 * 4 / sum(range(9, 17))
     assert re.fullmatch(
-        rf"9 tokens · \d+\.\d ms per token after the first · density {density:.3f} · exact 1\.000", statistic
+        rf"9 tokens · \d+\.\d ms per token after the first · density {density:.3f} · exact 1\.000 · eager", statistic
     )
 
 
@@ -103,7 +103,7 @@ def test_set_and_prompt_file(run, tiny, tmp_path):
 def test_one_new_token_needs_no_decode_step(run, tiny):
     result = run("--model", tiny, "--selector", "retopk", "--prompt", PROMPT, "--max-new-tokens", "1")
     assert result.exit_code == 0
-    assert result.stdout.splitlines()[-1] == "1 tokens"
+    assert result.stdout.splitlines()[-1] == "1 tokens · eager"
 
 
 REFUSED = {
@@ -190,9 +190,10 @@ def test_generated_text_cannot_drive_the_terminal(run, tiny, monkeypatch):
 
 def test_statistics_of_a_mixed_run():
     shares = {"exact": 0.25, "reuse": 0.75, "refresh": 0.0}
-    stats = SimpleNamespace(density=0.5, total=shares | {"steps": 8.0}, share=shares.__getitem__)
+    stats = SimpleNamespace(density=0.5, backend="triton", total=shares | {"steps": 8.0}, share=shares.__getitem__)
     assert statistics([1.0, 1.010, 1.030], stats) == (
-        "3 tokens · 15.0 ms per token after the first · density 0.500 · exact 0.250 · reuse 0.750 · refresh 0.000"
+        "3 tokens · 15.0 ms per token after the first · density 0.500 · exact 0.250 · reuse 0.750 · refresh 0.000 "
+        "· triton"
     )
 
 

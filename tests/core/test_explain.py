@@ -86,6 +86,14 @@ def test_work_of_pytorch_is_counted():
     assert found.step == []
 
 
+def test_room_made_in_the_state_is_no_workspace():
+    """Of 131072 tokens: where a state that grows by parts has to grow in the very step that is looked at."""
+    found = trace(make_selector("sparq"), layer(), 131072)
+    copies_of_keys = found.state.nbytes()
+    assert copies_of_keys >= 2 * 131072 * 64 * 2
+    assert found.workspace < copies_of_keys
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_every_selector_has_its_steps_told(name):
     found = explain(make_selector(name), layer(), 700, device="cuda")

@@ -78,6 +78,34 @@ def finished(tmp_path_factory, model_folder, text_file):
     return out, read_results(out)
 
 
+def test_each_line_says_which_backend_ran(finished):
+    assert {line["provenance"]["backend"] for line in finished[1]} == {"eager"}
+    assert load_file(finished[0] / "config.json")["backend"] == "eager"  # what auto meant
+
+
+def test_a_run_on_triton_measures_the_same_and_says_so(run, finished, tmp_path):
+    small = {"selectors": ("full", "exact_topk"), "contexts": (48,), "documents": 1}
+    with run(tmp_path, backend="triton", **small) as on_triton:
+        on_triton.measure(Quiet())
+    lines = {line["selector"]: line for line in read_results(tmp_path)}
+    for eager in finished[1]:
+        if (eager["document"], eager["context"]) == (0, 48) and eager["selector"] in lines:
+            got = lines.pop(eager["selector"])
+            assert got["provenance"]["backend"] == "triton"
+            assert got["metrics"]["nll"] == pytest.approx(eager["metrics"]["nll"], rel=1e-4)
+            assert got["metrics"]["attended"] == eager["metrics"]["attended"]
+    assert not lines
+    with pytest.raises(InputError, match="results of backend eager"):
+        run(tmp_path, **small)
+
+
+def test_a_backend_that_cannot_run_is_refused_before_anything_is_made(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(InputError, match="backend triton on cpu"):
+        run(tmp_path / "out", backend="triton")
+    assert not (tmp_path / "out").exists()
+
+
 def essence(line):
     """What must be the same whenever it is measured."""
     metrics = {name: value for name, value in line["metrics"].items() if name != "ms_per_step"}
@@ -142,6 +170,7 @@ CHANGES = {
     "config": {"set": {"topk": 9}},
     "start": {"contexts": (48, 97)},
     "seed": {"seed": 1},
+    "backend": {"backend": "triton"},
 }
 
 

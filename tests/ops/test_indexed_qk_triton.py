@@ -138,7 +138,7 @@ def test_queries_of_any_strides():
 def test_a_float32_query_is_not_rounded(dtype):
     """A query that has been turned to another position is float32 whatever the keys are, and the other way round."""
     stream = streams(8, [40, 20])
-    query = stream.query[:, :, -1:] + 2.0**-13
+    query = stream.query[:, :, -1:] + 2.0**-10
     keys = stream.to(dtype)
     for heads in (2, 4):
         check(keys, positions(8, stream, heads, 20), query=query)

@@ -155,6 +155,26 @@ def test_rows_need_not_touch(small_blocks):
     check(room[:, :, :150].half(), 6)
 
 
+def test_numbers_may_be_one_expanded(small_blocks):
+    scores = hostile_scores(9, 1, 1, 90)
+    lengths = torch.tensor([[77]]).expand(2, 3)
+    check(scores.expand(2, 3, 90), 6, lengths)
+    check(scores[..., :1].expand(2, 3, 90), torch.tensor([[5]]).expand(2, 3), lengths)
+
+
+def test_a_budget_beyond_its_bound_is_cut_to_it(small_blocks):
+    scores, lengths = hostile_scores(10, 2, 120), torch.tensor([120, 100])
+    found = topk_indices(scores, torch.tensor([9, 4]), lengths, widest=6)
+    assert torch.equal(found, reference.topk_indices(scores, torch.tensor([6, 4]), lengths, widest=6))
+
+
+def test_sums_are_added_to(small_blocks):
+    scores, lengths = hostile_scores(11, 2, 3, 120), torch.tensor([120, 4])
+    counters = torch.ones(4, 3, dtype=torch.float64)
+    MODULE.largest(scores.flatten(0, 1), lengths, topk=7, p_topk=None, widest=7, counters=counters)
+    assert counters.tolist() == [[12.0] * 3, [125.0] * 3, [3.0] * 3, [3.0] * 3]
+
+
 def test_nothing_at_all():
     assert topk_indices(torch.empty(2, 0, 9), 3, torch.empty(2, 0, dtype=torch.int64)).shape == (2, 0, 3)
     assert topk_indices(torch.empty(2, 9), 0, torch.full((2,), 9)).shape == (2, 0)

@@ -48,7 +48,8 @@ def small_blocks(monkeypatch):
 def check(stream: Stream, layout: str = "dense", topk: int | str = 5) -> None:
     """The last token of every sequence: two steps and the fused one, against the eager path and float64."""
     replay = Replay(make_selector("exact_topk", topk=topk), stream, layout=LAYOUTS[layout]).skip(stream.length - 1)
-    eager = replay.fork().step()
+    in_eager = replay.fork()
+    eager, eager_counters = in_eager.step(), in_eager.state.counters.read()
     with backend.using("triton"):
         in_two, fused = replay.fork(), replay.fork()
         step = in_two.step()
@@ -62,9 +63,11 @@ def check(stream: Stream, layout: str = "dense", topk: int | str = 5) -> None:
         assert_close_to_float64(found, expected)
         assert torch.equal(found.isnan(), expected.output.isnan())
     assert_same_output(output, step.output, step.tolerance())
-    for name, value in in_two.state.counters.read().items():
-        assert torch.equal(value, fused.state.counters.read()[name])
-    assert float(fused.state.counters.read()["exact"].sum()) == output.shape[0] * output.shape[1]
+    for taken in (in_two, fused):
+        counters = taken.state.counters.read()
+        assert counters.keys() == eager_counters.keys()
+        for name, value in eager_counters.items():
+            assert torch.equal(counters[name], value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -130,6 +133,8 @@ def test_a_step_waits_for_no_device_and_launches_four_kernels(monkeypatch, topk,
     monkeypatch.undo()
     layer = LayerSpec(16, 28, 4, 128, torch.bfloat16, torch.device("cpu"), batch_size=2)
     for length in (2000, 100_000):
-        launches = trace(make_selector("exact_topk", topk=topk), layer, length, **view).step
-        names = [launch.kernel.split(":")[1] for launch in launches]
+        found = trace(make_selector("exact_topk", topk=topk), layer, length, **view)
+        names = [launch.kernel.split(":")[1] for launch in found.step]
         assert names == ["qk_scores_kernel", "topk_kernel", "softmax_values_kernel", "combine_kernel"]
+        if topk == 512:  # a percentage of each length is PyTorch's to compute
+            assert found.torch_ops == 0

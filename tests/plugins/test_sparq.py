@@ -174,6 +174,16 @@ def test_mean_value_is_exact_after_any_crop(padded):
         torch.testing.assert_close(replay.state.mean_value(replay.kv()).double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_sums_keep_no_graph():
+    stream = random_stream(6, length=40, head_dim=HEAD_DIM)
+    stream.value.requires_grad_()
+    replay = Replay(make_selector("sparq,topk=4,rank=2"), stream).prefill(30)
+    replay.step().output.sum().backward()
+    assert stream.value.grad is not None
+    assert not replay.state.value_sum.requires_grad
+    assert not replay.state.block_sums.requires_grad
+
+
 def test_appending_copies_nothing_that_is_there():
     """Buffers grow by halves: the tokens copied over a long decode stay below a few times those there are."""
     replay = Replay(make_selector("sparq,topk=4,rank=2"), random_stream(1, length=900, head_dim=HEAD_DIM)).prefill(100)

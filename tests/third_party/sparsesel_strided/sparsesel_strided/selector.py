@@ -32,9 +32,10 @@ class StridedSelector:
         positions = torch.arange(kv.max_length, device=kv.device)
         newest = positions >= kv.lengths[:, None] - (self.config.topk + 1) // 2  # [B, L]
         strided = positions % self.config.stride == 0
-        # One rank per position: newest first, then strided, later before earlier within each.
+        # One rank per position: newest first, then strided, later before earlier within each. Ranks are below 3 · L,
+        # which float32 holds exactly for five million keys.
         rank = torch.where(newest, 2, strided.long()) * kv.max_length + positions
-        indices = topk_indices(rank.double(), self.config.topk, kv.lengths)
+        indices = topk_indices(rank.float(), self.config.topk, kv.lengths)
         support = Support.of(indices[:, None, None, :])
         state.counters.add_step(support, kv, query.shape[1])
         return support

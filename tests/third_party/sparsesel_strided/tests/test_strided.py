@@ -2,7 +2,8 @@ import pytest
 from sparsesel_strided.config import StridedConfig
 from sparsesel_strided.selector import StridedSelector
 
-from sparsesel.testing import Replay, random_stream
+from sparsesel.ops.backend import using
+from sparsesel.testing import Replay, assert_close_to_float64, random_stream
 from sparsesel.testing.conformance import SelectorConformance
 
 
@@ -10,6 +11,7 @@ class TestStrided(SelectorConformance):
     selector = "strided"
 
 
+@pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize(
     ("topk", "stride", "length", "expected"),
     [
@@ -19,7 +21,9 @@ class TestStrided(SelectorConformance):
         (6, 2, 4, [0, 1, 2, 3]),
     ],
 )
-def test_attends_to_the_newest_and_to_multiples_of_the_stride(topk, stride, length, expected):
+def test_attends_to_the_newest_and_to_multiples_of_the_stride(topk, stride, length, expected, backend):
     selector = StridedSelector(StridedConfig(topk=topk, stride=stride))
-    step = Replay(selector, random_stream(0, length=length)).skip(length - 1).step()
+    with using(backend):
+        step = Replay(selector, random_stream(0, length=length)).skip(length - 1).step()
+    assert_close_to_float64(step.output, step.expected())
     assert step.mask[0].nonzero()[:, 1].tolist() == expected * 4
