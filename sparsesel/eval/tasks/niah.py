@@ -29,7 +29,9 @@ Haystack = Literal["noise", "prose"]
 
 _NEW_TOKENS = {"single": 32, "multikey": 32, "multivalue": 96}
 _SEVERAL = 4  # keys of multikey, values of multivalue
-_SEARCHED = 200  # characters around the longest haystack that fits, among which one that fits exactly is sought
+# Haystacks among which one that fits exactly is sought: characters more or less, and characters left out before.
+_AROUND = 12
+_SHIFTS = 50
 
 _NOISE = (
     "The kettle is warm. The road bends to the east. A cart waits by the gate. Rain is on its way. The shutters are "
@@ -106,15 +108,10 @@ _SECOND = [
 
 _INTRO = "Some locker codes are hidden in the following text. Keep them in mind; they will be asked for.\n\n"
 _NEEDLE = "The locker code of the {key} is {value}."
+# The answer begins in the words of a needle: what is measured is finding it, not following instructions.
 _QUESTIONS = {
-    "one": (
-        "\n\nWhat is the locker code of the {key} that the text mentions?",
-        "The locker code of the {key} that the text mentions is",
-    ),
-    "all": (
-        "\n\nWhat are all {count} locker codes of the {key} that the text mentions?",
-        "The {count} locker codes of the {key} that the text mentions are",
-    ),
+    "one": ("\n\nWhat is the locker code of the {key}?", "The locker code of the {key} is"),
+    "all": ("\n\nWhat are all {count} locker codes of the {key}?", "The {count} locker codes of the {key} are"),
 }
 _MARK = "\ue000"  # stands for the haystack while a chat template is filled; no text has it
 
@@ -335,9 +332,8 @@ def fill(tokenizer: Any, hidden: Needles, straw: str, offset: float, size: int) 
     begin = _after_sentence(straw, round(offset * len(straw)))
     straw = straw[begin:] + straw[:begin]
 
-    @functools.cache
-    def tokens(length: int) -> tuple[int, ...]:
-        haystack = (straw * (length // len(straw) + 1))[:length]
+    def tokens(length: int, start: int = 0) -> tuple[int, ...]:
+        haystack = (straw * ((start + length) // len(straw) + 1))[start : start + length]
         return _tokens(tokenizer, frame, hidden, haystack)
 
     low, high = 0, 8 * size + 64  # the longest that fits is in [low, high)
@@ -346,11 +342,12 @@ def fill(tokenizer: Any, hidden: Needles, straw: str, offset: float, size: int) 
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if len(tokens(middle)) <= size else (low, middle)
-    # One character more does not always make as many tokens or one more, so look around.
-    for distance in range(_SEARCHED):
-        for length in (low - distance, low + distance):
-            if length >= 0 and len(tokens(length)) == size:
-                return tokens(length)
+    # One character more is not always one token more: look around, and in haystacks that begin a little later.
+    for start in range(_SHIFTS):
+        for distance in range(_AROUND):
+            for length in {low - distance, low + distance}:
+                if length >= 0 and len(found := tokens(length, start)) == size:
+                    return found
     raise InputError(
         "context",
         expected="a context that the haystack fills exactly",
