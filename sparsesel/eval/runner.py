@@ -224,12 +224,10 @@ class Run:
         if self._pending:
             self._measure(progress)
         if self.shard.world > 1:
+            self._target.close()  # before the first one takes it up
             self.shard.barrier()
             if self._own is not None:
-                self._own.close()
                 merge(self.store, self._order)
-            else:
-                self.store.close()
             self.shard.barrier()
 
     def _measure(self, progress: Progress) -> None:
@@ -262,7 +260,7 @@ class Run:
             meter.begin(self._units(group))
             waiting = list(group.specs)
             torch.manual_seed(self.config.seed)
-            with quiet():
+            with quiet(), torch.no_grad():
                 for spec, metrics in self._tasks[group.task].measure(bench, case, group.specs):
                     waiting.remove(spec)
                     point = Point(group.task, spec, group.context, group.document)
@@ -410,6 +408,12 @@ class RunBench:
     def advance(self, units: float = 1) -> None:
         """Say that decode steps were done."""
         self._meter.advance(units)
+
+    def tensor(self, tokens: Sequence[int]) -> "Tensor":
+        """Tokens as `[T]` int64 on the model's device."""
+        import torch
+
+        return torch.tensor(tokens, device=self.model.device)
 
     def prefill(self, tokens: "Sequence[int] | Tensor", specs: Iterable[str]) -> "Prefill":
         """Prefill `[P]` tokens densely, once for all of `specs`."""

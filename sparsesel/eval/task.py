@@ -86,6 +86,10 @@ class Bench(Protocol):
     backend: BackendName
     seed: int
 
+    def tensor(self, tokens: Sequence[int]) -> "Tensor":
+        """Tokens as `[T]` int64 on the model's device."""
+        ...
+
     def prefill(self, tokens: "Sequence[int] | Tensor", specs: Iterable[str]) -> "Prefill":
         """Prefill `[P]` tokens densely, once for all of `specs`."""
         ...

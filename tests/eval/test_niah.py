@@ -137,4 +137,11 @@ def test_it_runs_from_python_and_resumes(model_folder, tmp_path):
     assert again.lines[:2] == results.lines
     assert list(again.lines) == read_results(tmp_path / "out")
     with pytest.raises(InputError, match="results of max_new_tokens"):
-        run("niah", str(model_folder), ["exact_topk"], trials=2, **{**fields, "max_new_tokens": {"single": 5}}, **options)
+        run(
+            "niah",
+            str(model_folder),
+            ["exact_topk"],
+            trials=2,
+            **{**fields, "max_new_tokens": {"single": 5}},
+            **options,
+        )

@@ -109,9 +109,7 @@ class Perplexity(Task[PerplexityConfig]):
 
     def measure(self, bench: Bench, case: Case, specs: Sequence[str]) -> Iterator[tuple[str, Metrics]]:
         """Score the same tokens with each selector."""
-        import torch
-
-        tokens = torch.tensor(case.tokens, device=bench.model.device)
+        tokens = bench.tensor(case.tokens)
         prefill = bench.prefill(tokens[: case.prefill], specs)
         for spec in specs:
             yield spec, score(prefill, spec, tokens[case.prefill :])
