@@ -21,6 +21,7 @@ import typer
 
 from sparsesel.cli.app import app
 from sparsesel.config import RunConfig
+from sparsesel.eval.decode import selector_metrics
 from sparsesel.hf.stats import Stats
 from sparsesel.registry import registry
 

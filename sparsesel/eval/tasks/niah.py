@@ -111,7 +111,10 @@ _NEEDLE = "The locker code of the {key} is {value}."
 # The answer begins in the words of a needle: what is measured is finding it, not following instructions.
 _QUESTIONS = {
     "one": ("\n\nWhat is the locker code of the {key}?", "The locker code of the {key} is"),
-    "all": ("\n\nWhat are all {count} locker codes of the {key}?", "The {count} locker codes of the {key} are"),
+    "all": (
+        "\n\nWhat are the {count} locker codes of the {key}? Give the numbers alone.",
+        "The {count} locker codes of the {key} are the numbers",
+    ),
 }
 _MARK = "\ue000"  # stands for the haystack while a chat template is filled; no text has it
 
