@@ -6,6 +6,9 @@ positions i with the largest (q P) · (k_i P); scores, softmax and values over i
 
 The components are a centred fit, but the mean is not subtracted from keys when they are ranked: it would shift all
 scores of a query alike. They are those of post-rotary keys.
+
+Components that come from the prompt are fitted by PyTorch on whatever backend, once per sequence, in the first step
+that has to choose among its keys. That step waits for its device; no later one does.
 """
 
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ from torch import Tensor
 from sparsesel.config import resolve_topk
 from sparsesel.errors import InputError
 from sparsesel.kv import KVView
-from sparsesel.ops import dense_attention, row_topk, sparse_attention, topk_indices
+from sparsesel.ops import backend, dense_attention, row_topk, sparse_attention, topk_indices
 from sparsesel.selector import LayerSpec, StepCost, Support, discover_and_aggregate
 from sparsesel_loki.calibration import load
 from sparsesel_loki.config import PROMPT, LokiConfig
@@ -53,6 +56,13 @@ class LokiSelector:
         batch, num_heads, _, dim = query.shape
         topk = self.config.topk
         state.fit(kv, topk)
+        if backend.current(query.device) == "triton":
+            from sparsesel_loki import kernels
+
+            state.make_room(kv)
+            support = Support(*kernels.discover(topk, query, kv, state, scale=scale))
+            state.recorded(kv)
+            return support
         state.record(kv)
         reduced = query.float().view(batch, kv.num_heads, -1, dim) @ state.basis  # [B, Hkv, G, r]
         scores = torch.matmul(reduced, state.seen(kv.max_length).float().transpose(2, 3)).mul_(scale)

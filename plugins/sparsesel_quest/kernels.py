@@ -36,7 +36,7 @@ from sparsesel.ops.primitives import (
     weighed,
 )
 from sparsesel.ops.split_k import combine, num_splits, part, store_part
-from sparsesel.ops.topk import largest
+from sparsesel.ops.topk import largest, tile_size
 
 # A page that no sequence fills is as good as any larger one; kernels count in 32 bits.
 _LARGEST_PAGE = 1 << 30
@@ -45,7 +45,7 @@ _LARGEST_PAGE = 1 << 30
 _LEAST_KEYS = 64
 # Keys that one program takes into the bounds in one go.
 _KEYS = 16
-# Pages that one program scores, and channels that it looks at in one go.
+# Pages that one program scores, or twice as many, and channels that it looks at in one go.
 _PAGES = 32
 _CHANNELS = 64
 # Positions that one program writes.
@@ -181,8 +181,9 @@ def plan_pages_kernel(
 
 @triton.jit
 def page_scores_kernel(
-    p_q, s_qb, s_qh, s_qd, p_minima, p_maxima, held, p_earlier, p_scores, s_scores,
-    G: tl.constexpr, DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    p_q, s_qb, s_qh, s_qd, p_minima, p_maxima, held, p_earlier, p_scores, s_scores, p_best, s_best,
+    G: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program for a tile of pages of a key-value head, whose bounds are read once for its G query heads.
 
@@ -211,6 +212,12 @@ def page_scores_kernel(
             b_s += products(b_down, tl.load(p_minima + o_bound, mask=m_bound, other=0.0))
         i_head = ((i_b * tl.num_programs(1) + i_h) * G + o_g).to(tl.int64)
         tl.store(p_scores + i_head[:, None] * s_scores + o_n[None, :], b_s, mask=m_g[:, None] & m_n[None, :])
+        if TILE > 0:
+            b_s = tl.where(m_n[None, :] & (b_s == b_s), b_s, float("-inf"))
+            b_best = tl.max(tl.reshape(b_s, [BLOCK_G, BLOCK_N // TILE, TILE]), axis=2)
+            o_t = i_tile * (BLOCK_N // TILE) + tl.arange(0, BLOCK_N // TILE)
+            m_t = m_g[:, None] & (o_t[None, :] * TILE < pages)
+            tl.store(p_best + i_head[:, None] * s_best + o_t[None, :], b_best, mask=m_t)
 
 
 def choose_pages(
@@ -258,9 +265,15 @@ def choose_pages(
         return Pages(plan, chosen, min(page_size, kv.max_length), page_size)
     # Rows begin at multiples of 16, so that what the kernel is compiled for does not change from step to step.
     scores = torch.empty(batch * heads, -(-pages // 16) * 16, dtype=torch.float32, device=device)[:, :pages]
+    # Selection among many begins with the largest of each tile, which are at hand here.
+    tile = tile_size(pages, widest)
+    block = max(_PAGES, min(tile, 2 * _PAGES))
+    best = None
+    if 0 < tile <= block:
+        best = torch.empty(batch * heads, triton.cdiv(pages, 16 * tile) * 16, dtype=torch.float32, device=device)
     launch(
         page_scores_kernel,
-        (triton.cdiv(pages, _PAGES), kv.num_heads, batch),
+        (triton.cdiv(pages, block), kv.num_heads, batch),
         **query_arguments(query, kv) | {"BLOCK_D": min(_CHANNELS, block_channels(minima.shape[3]))},
         p_minima=minima,
         p_maxima=maxima,
@@ -268,9 +281,12 @@ def choose_pages(
         p_earlier=plan,
         p_scores=scores,
         s_scores=scores.stride(0),
-        BLOCK_N=_PAGES,
+        p_best=best,
+        s_best=0 if best is None else best.stride(0),
+        TILE=0 if best is None else tile,
+        BLOCK_N=block,
     )
-    chosen, _ = largest(scores, plan[0], topk=0, p_topk=plan[1], widest=widest)
+    chosen, _ = largest(scores, plan[0], topk=0, p_topk=plan[1], widest=widest, maxima=best)
     return Pages(plan, chosen, (widest + 1) * page_size, page_size)
 
 

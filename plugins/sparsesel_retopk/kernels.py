@@ -32,7 +32,7 @@ from sparsesel.ops.primitives import (
 from sparsesel.ops.split_k import part
 
 # Behind every position when runs of positions are merged.
-END = tl.constexpr(2147483647)
+END = tl.constexpr(2147483646)
 # Below every `ordered` key, and before every position.
 LOWEST = tl.constexpr(-2147483648)
 
@@ -131,11 +131,25 @@ def copy_recalled(
 
 
 @triton.jit
-def merge_pairs(p_from, p_to, total, width, steps, BLOCK: tl.constexpr):
+def bisect(p, o_first, b_limit, most, half, m):
+    """How many of `most` ascending numbers from `o_first` on lie below each limit; `half`: the power of 2 up to it."""
+    b_count = tl.zeros_like(b_limit)
+    stride = half
+    while stride > 0:
+        b_next = b_count + stride
+        # The largest number of all, which is below no limit, where there are not so many.
+        b_n = tl.load(p + (o_first + b_next - 1), mask=m & (b_next <= most), other=2147483647)
+        b_count = tl.where(b_n < b_limit, b_next, b_count)
+        stride = stride // 2
+    return b_count
+
+
+@triton.jit
+def merge_pairs(p_from, p_to, total, width, half, BLOCK: tl.constexpr):
     """Merge each two neighbouring runs of `width` ascending numbers; equal ones stay, side by side.
 
     A number goes behind those of its own run before it and those of the other run that are smaller, or, for a number of
-    the right run, not larger: found by bisection in `steps`, enough for `width + 1` outcomes.
+    the right run, not larger. `half`: the power of 2 up to `width`.
     """
     for at in range(0, total, BLOCK):
         o = at + tl.arange(0, BLOCK)
@@ -144,18 +158,10 @@ def merge_pairs(p_from, p_to, total, width, steps, BLOCK: tl.constexpr):
         o_left = o // (2 * width) * (2 * width)
         o_right = tl.minimum(o_left + width, total)
         m_right = o >= o_right
-        o_first = tl.where(m_right, o_left, o_right)
-        b_low = o_first
-        b_high = tl.where(m_right, o_right, tl.minimum(o_right + width, total))
-        for _ in range(steps):
-            m_open = b_low < b_high
-            b_mid = (b_low + b_high) // 2
-            b_y = tl.load(p_from + b_mid, mask=m & m_open, other=END)
-            m_before = m_open & ((b_y < b_x) | (m_right & (b_y == b_x)))
-            b_high = tl.where(m_open & (m_before == 0), b_mid, b_high)
-            b_low = tl.where(m_before, b_mid + 1, b_low)
-        o_to = tl.where(m_right, o - width, o) + b_low - o_first
-        tl.store(p_to + o_to, b_x, mask=m)
+        o_other = tl.where(m_right, o_left, o_right)
+        b_most = tl.where(m_right, width, tl.minimum(o_right + width, total) - o_right)
+        b_count = bisect(p_from, o_other, b_x + m_right.to(tl.int32), b_most, half, m)
+        tl.store(p_to + tl.where(m_right, o - width, o) + b_count, b_x, mask=m)
 
 
 @triton.jit
@@ -174,7 +180,7 @@ def drop_duplicates(p_from, total, first, p_to, BLOCK: tl.constexpr):
 
 @triton.jit
 def candidates(
-    p_rho, p_supports, p_runs, p_ids, position, slots, width, cache_size, recall_size, window_size, widest, steps,
+    p_rho, p_supports, p_runs, p_ids, position, slots, width, cache_size, recall_size, window_size, widest, half,
     LEVELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A = unique(union of the recalled supports ∪ last W positions), ascending; returns |A|.
@@ -194,17 +200,18 @@ def candidates(
         recall_size: R.
         window_size: W.
         widest: Most positions that a support holds.
-        steps: Of a bisection in `widest` numbers.
+        half: The power of 2 up to `widest`.
         LEVELS: log2(R), rounded up.
         BLOCK_C: Entries looked at in one go.
         BLOCK: Positions looked at in one go.
     """
     copy_recalled(p_rho, p_supports, p_runs, position, slots, width, cache_size, recall_size, widest, BLOCK_C, BLOCK)
     total = recall_size * widest
+    run = widest
     for level in range(LEVELS):
         tl.debug_barrier()
-        p_from = p_runs + level % 2 * total
-        merge_pairs(p_from, p_runs + (level + 1) % 2 * total, total, widest << level, steps + level, BLOCK)
+        merge_pairs(p_runs + level % 2 * total, p_runs + (level + 1) % 2 * total, total, run, half, BLOCK)
+        run, half = run * 2, half * 2
     tl.debug_barrier()
     first = tl.maximum(position + 1 - window_size, 0)
     count = drop_duplicates(p_runs + LEVELS % 2 * total, total, first, p_ids, BLOCK)
@@ -219,7 +226,7 @@ def recall(
     p_q, s_qb, s_qh, s_qd, p_lengths, topk, p_topk,
     p_entries, p_supports, p_stamps, p_prefill_end, slots, width,
     cache_size, recall_size, window_size, threshold, refresh_interval,
-    p_rho, p_runs, p_ids, s_ids, p_counts, p_paths, p_sums, widest, steps,
+    p_rho, p_runs, p_ids, s_ids, p_counts, p_paths, p_sums, widest, half,
     G: tl.constexpr, DIM: tl.constexpr, FALLBACK: tl.constexpr, SCOPE: tl.constexpr, RECENT: tl.constexpr,
     LEVELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -261,7 +268,7 @@ def recall(
 
     count = candidates(
         p_rho, p_supports + i_row * slots * width, p_runs + i_row * 2 * recall_size * widest, p_ids + i_row * s_ids,
-        position, slots, width, cache_size, recall_size, window_size, widest, steps, LEVELS, BLOCK_C, BLOCK,
+        position, slots, width, cache_size, recall_size, window_size, widest, half, LEVELS, BLOCK_C, BLOCK,
     )  # fmt: skip
 
     budget = row_budget(p_topk, topk, i_b, length)
@@ -290,7 +297,7 @@ def recall_kernel(
     p_q, s_qb, s_qh, s_qd, p_lengths, topk, p_topk,
     p_entries, p_supports, p_stamps, p_prefill_end, slots, width,
     cache_size, recall_size, window_size, threshold, refresh_interval,
-    p_rho, p_runs, p_ids, s_ids, p_counts, p_paths, p_sums, widest, steps,
+    p_rho, p_runs, p_ids, s_ids, p_counts, p_paths, p_sums, widest, half,
     G: tl.constexpr, DIM: tl.constexpr, FALLBACK: tl.constexpr, SCOPE: tl.constexpr, RECENT: tl.constexpr,
     LEVELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -299,7 +306,7 @@ def recall_kernel(
         p_q, s_qb, s_qh, s_qd, p_lengths, topk, p_topk,
         p_entries, p_supports, p_stamps, p_prefill_end, slots, width,
         cache_size, recall_size, window_size, threshold, refresh_interval,
-        p_rho, p_runs, p_ids, s_ids, p_counts, p_paths, p_sums, widest, steps,
+        p_rho, p_runs, p_ids, s_ids, p_counts, p_paths, p_sums, widest, half,
         G, DIM, FALLBACK, SCOPE, RECENT, LEVELS, BLOCK_C, BLOCK_D, BLOCK,
     )  # fmt: skip
 
@@ -469,7 +476,7 @@ def reuse_kernel(
     p_lengths, p_starts, p_table, s_table, topk, p_topk,
     p_entries, p_norms, p_supports, p_stamps, p_unbuilt, p_prefill_end, slots, width,
     cache_size, recall_size, window_size, threshold, refresh_interval,
-    p_rho, p_runs, p_ids, s_ids, p_scores, p_counts, p_paths, p_sums, p_bounds, p_kept, widest, steps,
+    p_rho, p_runs, p_ids, s_ids, p_scores, p_counts, p_paths, p_sums, p_bounds, p_kept, widest, half,
     p_out, p_support, scale,
     G: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr,
     FALLBACK: tl.constexpr, SCOPE: tl.constexpr, RECENT: tl.constexpr, LEVELS: tl.constexpr,
@@ -483,7 +490,7 @@ def reuse_kernel(
         p_q, s_qb, s_qh, s_qd, p_lengths, topk, p_topk,
         p_entries, p_supports, p_stamps, p_prefill_end, slots, width,
         cache_size, recall_size, window_size, threshold, refresh_interval,
-        p_rho, p_runs, p_ids, s_ids, p_counts, p_paths, p_sums, widest, steps,
+        p_rho, p_runs, p_ids, s_ids, p_counts, p_paths, p_sums, widest, half,
         G, DIM, FALLBACK, SCOPE, RECENT, LEVELS, BLOCK_C, BLOCK_D, BLOCK,
     )  # fmt: skip
     tl.debug_barrier()
@@ -566,18 +573,9 @@ def close_gaps(
     for at in range(0, total, BLOCK):
         o = at + tl.arange(0, BLOCK)
         m = o < total
-        # The part: as many end at or before this one.
-        b_low, b_high = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + num_splits
-        half = BLOCK_S
-        while half > 0:
-            b_mid = (b_low + b_high) // 2
-            m_open = b_low < b_high
-            m_after = m_open & (tl.load(p_found_counts + b_mid, mask=m & m_open, other=0) <= o)
-            b_high = tl.where(m_open & (m_after == 0), b_mid, b_high)
-            b_low = tl.where(m_after, b_mid + 1, b_low)
-            half = half // 2
-        b_before = tl.load(p_found_counts + b_low - 1, mask=m & (b_low > 0), other=0)
-        begin, _ = part(length, b_low, num_splits, PART)
+        b_part = bisect(p_found_counts, 0, o + 1, num_splits, BLOCK_S, m)  # as many end before this one
+        b_before = tl.load(p_found_counts + b_part - 1, mask=m & (b_part > 0), other=0)
+        begin, _ = part(length, b_part, num_splits, PART)
         o_from = begin + o - b_before
         b_n = tl.load(p_found + o_from, mask=m, other=0)
         b_s = tl.load(p_found_scores + o_from, mask=m, other=0.0)
@@ -594,7 +592,8 @@ def finish_exact_kernel(
     p_entries, p_norms, p_supports, slots, width,
     p_paths, p_found, p_found_scores, s_found, p_found_counts, num_splits, p_kept, widest, p_out, p_support,
     G: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr, PART: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Per exact head: top-K of what the scan found, softmax, values and cache insert."""
     i_h, i_b = tl.program_id(0), tl.program_id(1)

@@ -28,7 +28,9 @@ from sparsesel_retopk.state import ReTopKState, inverse_norm
 # What `kernels.recall` counts, in its order; the paths among them by their numbers there, from 1 at "refresh".
 NAMES = ("steps", "selected", "visible", "refresh", "cold", "fallback", "underfull", "exact", "reuse", "candidates")
 
-# Numbers of a tile of rows that a program of eight warps works on at a time.
+# Positions or scores, and numbers of a tile of rows, that a head's program looks at in one go. Whatever the
+# configuration, so that few kernels are compiled, none of which keeps more than the registers hold.
+_BLOCK = 1 << 11
 _TILE = 1 << 14
 
 
@@ -79,8 +81,7 @@ def _prepare(query: Tensor, kv: KVView, state: ReTopKState, config: ReTopKConfig
     """Every parameter of every kernel by name, after what a first step has to make good."""
     batch, num_heads, _, dim = query.shape
     queries = query_arguments(query, kv)
-    topk = resolve_topk(config.topk, kv.max_length)
-    widest = min(topk, kv.max_length)
+    widest = min(resolve_topk(config.topk, kv.max_length), kv.max_length)
     state.widen(widest)
     if state.has_unbuilt:
         build_supports(state, kv, config, widest, scale=scale)
@@ -90,7 +91,6 @@ def _prepare(query: Tensor, kv: KVView, state: ReTopKState, config: ReTopKConfig
     most = -(-most // 16) * 16
     longest = -(-kv.max_length // 16) * 16
     splits = num_splits(batch * kv.num_heads, kv.max_length)
-    block = max(64, min(2048, _power_of_2(config.recall_size * topk + config.window_size)))
     block_d, block_dv = block_channels(dim), block_channels(kv.values.shape[3])
     rows = (batch, num_heads)
     ints = partial(torch.empty, dtype=torch.int32, device=kv.device)
@@ -128,7 +128,7 @@ def _prepare(query: Tensor, kv: KVView, state: ReTopKState, config: ReTopKConfig
         "s_ids": most,
         "p_counts": ints(rows),
         "p_scores": floats(*rows, most),
-        "steps": widest.bit_length(),
+        "half": 1 << (widest.bit_length() - 1),
         "LEVELS": (config.recall_size - 1).bit_length(),
         # What is kept of them.
         "p_kept": floats(*rows, widest),
@@ -144,18 +144,13 @@ def _prepare(query: Tensor, kv: KVView, state: ReTopKState, config: ReTopKConfig
         "num_splits": splits,
         "PART": block_tokens(kv.keys),
         # Tiles.
-        "BLOCK": block,
-        "BLOCK_C": max(1, min(_power_of_2(config.cache_size), _TILE // 2 // block_d)),
+        "BLOCK": _BLOCK,
+        "BLOCK_C": min(32, _TILE // 2 // block_d),
         "BLOCK_DV": block_dv,
         "BLOCK_K": _TILE // block_d,
-        "BLOCK_N": max(16, min(_power_of_2(topk), _TILE // block_dv)),
-        "BLOCK_S": _power_of_2(splits),
+        "BLOCK_N": _TILE // block_dv,
+        "BLOCK_S": 1 << (splits - 1).bit_length(),
     }
-
-
-def _power_of_2(number: int) -> int:
-    """The least one that is no less than `number`."""
-    return 1 << (number - 1).bit_length()
 
 
 def _fused(level: Level, arguments: dict[str, Any]) -> None:
@@ -214,7 +209,8 @@ def _exact(arguments: dict[str, Any]) -> None:
     batch, kv_heads = paths.shape[0], keys.shape[1]
     grid = (arguments["num_splits"], kv_heads, batch)
     _run(kernels.scan_kernel, arguments | {"BLOCK_N": arguments["PART"]}, grid=grid, num_warps=4)
-    _run(kernels.finish_exact_kernel, arguments)
+    # As many values at a time as others take would not fit into registers on every device.
+    _run(kernels.finish_exact_kernel, arguments | {"BLOCK_N": arguments["BLOCK_N"] // 2})
 
 
 def _score(arguments: dict[str, Any], *, reuse: bool) -> None:

@@ -33,7 +33,7 @@ from sparsesel.ops.primitives import (
 )
 from sparsesel.ops.sparse_attention import sparse_attention_parts
 from sparsesel.ops.split_k import num_splits, whole
-from sparsesel.ops.topk import largest
+from sparsesel.ops.topk import largest, tile_size
 
 # Keys that one program scores in one go. Capacities of the component-major copy are multiples of it, and larger than
 # any length, so that whole tiles can be read.
@@ -252,13 +252,13 @@ def approximate_scores_kernel(
         for at_r in tl.static_range(0, RANK, BLOCK_R):
             if RANK > BLOCK_R:  # else they are here already
                 b_dim, b_q = query_part(p_group, s_qd, m_g, p_dims, at_r, RANK, BLOCK_R)
-            # Past the length, but within what is allocated: no mask, so that reads are wide.
+            # Past the length, but within what is allocated: without a mask reads are wide, and so are writes below.
             p = p_components + b_dim[None, :] * capacity + o_n[:, None]
             b_s += products(b_q, tl.load(p, mask=(at_r + o_r < RANK)[None, :], other=0.0))  # [G, N]
         b_s *= b_factor[:, None]
         # A score that is no number, or infinite, counts as the lowest or highest finite one.
         b_s = tl.where(b_s != b_s, -limit, tl.minimum(tl.maximum(b_s, -limit), limit))
-        tl.store(p_out + o_n[None, :], b_s, mask=m_g[:, None] & m_n[None, :])
+        tl.store(p_out + o_n[None, :], b_s, mask=m_g[:, None])
         b_s = tl.where(m_n[None, :], b_s, float("-inf"))
         _, _, b_max, b_sum = online_softmax(b_s, b_max, b_sum)
     p = p_stats + ((i_row * G + o_g) * num_splits + i_split) * 2
@@ -312,7 +312,7 @@ def approximate(
         RANK=rank,
         BLOCK_R=triton.next_power_of_2(rank),
     )
-    width = -(-kv.max_length // _KEYS) * _KEYS
+    width = -(-kv.max_length // _WEIGHTS) * _WEIGHTS  # whole tiles, of keys as well
     splits = num_splits(batch * kv_heads, kv.max_length)
     found = Approximation(
         torch.empty(batch, heads, width, dtype=torch.float32, device=device),
@@ -339,8 +339,9 @@ def approximate(
 
 @triton.jit
 def merit_kernel(
-    p_scores, s_scores, p_stats, num_splits, p_lengths, p_topk, topk, local, p_merit,
-    G: tl.constexpr, QUARTER: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    p_scores, s_scores, p_stats, num_splits, p_lengths, p_topk, topk, local, p_merit, p_maxima, s_maxima,
+    G: tl.constexpr, QUARTER: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One program per part of the keys of a key-value head; `local` counts unless QUARTER of the budget is."""
     i_split, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -358,13 +359,17 @@ def merit_kernel(
     if begin < end:
         b_top, b_total = softmax_of(p_stats, o_head, m_g, num_splits, BLOCK_S)
         for at in range(begin, end, BLOCK_N):
-            o_n = at + tl.arange(0, BLOCK_N)
-            m_n = o_n < end
-            m = m_g[:, None] & m_n[None, :]
-            b_s = tl.load(p_scores + o_head[:, None] * s_scores + o_n[None, :], mask=m, other=float("-inf"))
+            o_n = at + tl.arange(0, BLOCK_N)  # past the length, but within what is allocated
+            p = p_scores + o_head[:, None] * s_scores + o_n[None, :]
+            b_s = tl.load(p, mask=m_g[:, None], other=float("-inf"))
             b_merit = tl.sum(tl.exp(b_s - b_top[:, None]) / b_total[:, None], axis=0)  # [N]
             b_merit = tl.where(o_n >= length - newest, float("inf"), b_merit)
-            tl.store(p_merit + i_row * s_scores + o_n, b_merit, mask=m_n)
+            tl.store(p_merit + i_row * s_scores + o_n, b_merit)
+            if TILE > 0:
+                b_merit = tl.where(o_n < end, b_merit, float("-inf"))
+                b_best = tl.max(tl.reshape(b_merit, [BLOCK_N // TILE, TILE]), axis=1)
+                o_t = at // TILE + tl.arange(0, BLOCK_N // TILE)
+                tl.store(p_maxima + i_row * s_maxima + o_t, b_best)
 
 
 def choose(found: Approximation, kv: KVView, *, topk: int | str, local_size: int | str) -> Int[Tensor, "B Hkv K"]:
@@ -377,7 +382,14 @@ def choose(found: Approximation, kv: KVView, *, topk: int | str, local_size: int
         local_size: How many newest keys, or "topk/4".
     """
     batch, heads, width = found.scores.shape
-    merit = torch.empty(batch * kv.num_heads, width, dtype=torch.float32, device=kv.device)
+    rows = batch * kv.num_heads
+    merit = torch.empty(rows, width, dtype=torch.float32, device=kv.device)
+    widest = min(resolve_topk(topk, kv.max_length), kv.max_length)
+    # Selection among many begins with the largest of each tile, which are at hand here.
+    tile = tile_size(width, widest)
+    maxima = None
+    if 0 < tile <= _WEIGHTS:
+        maxima = torch.empty(rows, width // tile, dtype=torch.float32, device=kv.device)
     budget = topk_arguments(topk, kv)
     lengths = kv.lengths.contiguous()
     by_share = isinstance(local_size, str)
@@ -390,13 +402,15 @@ def choose(found: Approximation, kv: KVView, *, topk: int | str, local_size: int
         p_lengths=lengths,
         local=0 if by_share else local_size,
         p_merit=merit,
+        p_maxima=maxima,
+        s_maxima=0 if maxima is None else maxima.stride(0),
         G=group,
         QUARTER=by_share,
+        TILE=0 if maxima is None else tile,
         BLOCK_G=triton.next_power_of_2(group),
         BLOCK_N=_WEIGHTS,
     )
-    widest = min(resolve_topk(topk, kv.max_length), kv.max_length)
-    indices, _ = largest(merit, lengths, **budget, widest=widest)
+    indices, _ = largest(merit, lengths, **budget, widest=widest, maxima=maxima)
     return indices.view(batch, kv.num_heads, -1)
 
 

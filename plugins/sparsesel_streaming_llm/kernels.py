@@ -160,10 +160,10 @@ def sink_window_attention(
     runs = [(KEPT, kept, block)]
     frequencies = None
     if rotary is not None and rotary.inv_freq.shape[0] and sink_size:
-        # A rotated query is float32: products with it take a launch of their own, on tiles that fit in that type.
+        # A rotated query is float32: products with it take a launch of their own, on the smallest tiles, as they take
+        # more registers and sinks are few.
         frequencies = rotary.inv_freq.to(query.device)
-        fewer = max(16, block * kv.keys.element_size() // 4)
-        runs = [(WINDOW, kept, block), (SINKS, min(sink_size, kept), fewer)]
+        runs = [(WINDOW, kept, block), (SINKS, min(sink_size, kept), 16)]
     splits = [num_splits(batch * kv.num_heads, keys, least=_LEAST_KEYS) for _, keys, _ in runs]
     parts = torch.empty(batch * num_heads, sum(splits), dim_v, dtype=torch.float32, device=query.device)
     lse = torch.empty(batch * num_heads, sum(splits), 2, dtype=torch.float32, device=query.device)

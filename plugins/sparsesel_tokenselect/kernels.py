@@ -18,6 +18,7 @@ from sparsesel.config import resolve_topk
 from sparsesel.kv import KVView
 from sparsesel.ops.launch import block_tokens, kv_arguments, launch, query_arguments, topk_arguments
 from sparsesel.ops.primitives import (
+    count_step,
     load_group,
     load_rows,
     online_softmax,
@@ -111,14 +112,10 @@ def compare_kernel(
     tl.store(p_wanted + i_b, wanted)
     # Where a sequence selects anything, its first and last tokens are complete.
     tl.store(p_between + i_b, tl.where((is_hit == 0) & (wanted > 0), length - SINKS - LOCAL, 0))
-    # Sums of whole numbers, which come out the same in any order.
+    count_step(p_counters, 0, HEADS, first + wanted + last, length, HEADS, BLOCK_H)
     o_h = tl.arange(0, BLOCK_H)
-    m_h = o_h < HEADS
-    b_one = tl.full([BLOCK_H], 1, tl.int32)
-    tl.atomic_add(p_counters + o_h, b_one.to(tl.float64), mask=m_h)
-    tl.atomic_add(p_counters + HEADS + o_h, (b_one * (first + wanted + last)).to(tl.float64), mask=m_h)
-    tl.atomic_add(p_counters + 2 * HEADS + o_h, (b_one * length).to(tl.float64), mask=m_h)
-    tl.atomic_add(p_counters + (4 - is_hit) * HEADS + o_h, b_one.to(tl.float64), mask=m_h)
+    p_path = p_counters + (4 - is_hit) * HEADS + o_h
+    tl.atomic_add(p_path, tl.full([BLOCK_H], 1.0, tl.float64), mask=o_h < HEADS, sem="relaxed")
 
 
 @triton.jit

@@ -290,6 +290,10 @@ class Session:
         outputs: list[Tensor] = []
         weights = None
         if steps < new:
+            if running == "triton":
+                from sparsesel.ops.launch import query_arguments  # triton is not installed everywhere
+
+                query_arguments(query, kv)  # refuses, before it costs anything, heads that kernels do not take
             seen = new - steps
             part = None if mask is None else mask[:, :, :seen, : past + seen]
             output, weights = compat.dense_attention(

@@ -88,17 +88,39 @@ def load_group(
 
 
 @triton.jit
+def bfloat16_parts(b):
+    """Three bfloat16 tiles whose sum is `b` float32, exactly: each has 8 of the 24 bits of a number."""
+    b_high = (b.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    b_rest = tl.where(tl.abs(b) == float("inf"), 0.0, b - b_high)
+    b_mid = (b_rest.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return b_high.to(tl.bfloat16), b_mid.to(tl.bfloat16), (b_rest - b_mid).to(tl.bfloat16)
+
+
+@triton.jit
 def products(b_q, b_k):
     """`[G, N]` float32 products of queries `[G, D]` and keys `[N, D]`, exact but for the order of summation.
 
-    One query is multiplied channel by channel: it would fill a sixteenth of a tensor core's tile.
+    One query is multiplied channel by channel: it would fill a sixteenth of a tensor core's tile. float32 queries of
+    16-bit keys are multiplied in parts of 16 bits, as tensor cores do not multiply float32 numbers exactly.
     """
-    if b_q.dtype != b_k.dtype or INTERPRETED or b_q.shape[0] == 1:
-        b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
     if b_q.shape[0] == 1:
-        out = tl.sum(b_q * b_k, axis=1)[None, :]
-    else:
+        out = tl.expand_dims(tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), axis=1), 0)
+    elif b_q.dtype == b_k.dtype and not INTERPRETED:
         out = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    elif INTERPRETED:
+        # Equal keys must tie. In float32 numpy's sums depend on where in a tile they lie.
+        out = tl.dot(b_q.to(tl.float64), tl.trans(b_k.to(tl.float64)), out_dtype=tl.float64).to(tl.float32)
+    elif b_q.dtype != tl.float32 or b_q.shape[1] > 128:  # parts of longer ones would fill the registers
+        out = tl.dot(b_q.to(tl.float32), tl.trans(b_k.to(tl.float32)), input_precision="ieee")
+    elif b_k.dtype == tl.bfloat16:
+        b_high, b_mid, b_low = bfloat16_parts(b_q)
+        b_k = tl.trans(b_k)
+        out = tl.dot(b_high, b_k, tl.dot(b_mid, b_k, tl.dot(b_low, b_k)))
+    else:
+        b_high, b_mid, b_low = bfloat16_parts(b_q)
+        b_first, b_second, _ = bfloat16_parts(tl.trans(b_k).to(tl.float32))  # 11 bits
+        out = tl.dot(b_low, b_first, tl.dot(b_mid, b_second, tl.dot(b_low, b_second)))
+        out = tl.dot(b_high, b_first, tl.dot(b_mid, b_first, tl.dot(b_high, b_second, out)))
     return out
 
 
@@ -120,7 +142,7 @@ def weighed(b_p, b_v):
     is below the rounding of a 16-bit output by as much again. A single weight for each value is multiplied as it is.
     """
     if b_p.shape[0] == 1:
-        out = tl.sum(tl.trans(b_p) * b_v.to(tl.float32), axis=0)[None, :]
+        out = tl.expand_dims(tl.sum(tl.trans(b_p) * b_v.to(tl.float32), axis=0), 0)
     elif b_v.dtype == tl.float32 or INTERPRETED:
         out = tl.dot(b_p, b_v.to(tl.float32), input_precision="ieee")
     else:

@@ -4,6 +4,7 @@ On a device, and in the interpreter as it comes, a kernel that reads past the en
 numbers that happen to be right, or a crash of the process. Under `guard` it gets an IndexError.
 """
 
+import bisect
 from collections.abc import Callable
 from typing import Any
 
@@ -37,13 +38,14 @@ class _Memory:
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
-        self._begins = self._ends = np.zeros(0, dtype=np.uint64)
+        self._begins: list[int] = []
+        self._ends: list[int] = []
 
     def owned_by(self, arguments: list[Any]) -> None:
         """Allow the memory of the tensors among `arguments`."""
         storages = [argument.untyped_storage() for argument in arguments if hasattr(argument, "untyped_storage")]
         owned = sorted({(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages})
-        self._begins, self._ends = np.array(owned, dtype=np.uint64).reshape(-1, 2).T
+        self._begins, self._ends = [begin for begin, _ in owned], [end for _, end in owned]
 
     def load(self, pointers: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: Any) -> Any:
         self._check("loads from", pointers[mask], np.dtype(dtype).itemsize)
@@ -67,13 +69,17 @@ class _Memory:
     def _check(self, what: str, addresses: np.ndarray, size: int) -> None:
         if not addresses.size:
             return
-        at = np.searchsorted(self._begins, addresses, side="right")
-        ends = np.concatenate([np.zeros(1, dtype=np.uint64), self._ends])[at]  # 0 for an address before all tensors
-        outside = addresses + np.uint64(size) > ends
-        if outside.any():
+        if self._owns(int(addresses.min()), int(addresses.max()) + size):  # nearly always: all in one tensor
+            return
+        outside = sum(not self._owns(address, address + size) for address in addresses.ravel().tolist())
+        if outside:
             raise IndexError(
-                f"a kernel {what} {int(outside.sum())} of {addresses.size} addresses that no tensor of its launch owns"
+                f"a kernel {what} {outside} of {addresses.size} addresses that no tensor of its launch owns"
             )
+
+    def _owns(self, begin: int, end: int) -> bool:
+        at = bisect.bisect_right(self._begins, begin)
+        return at > 0 and end <= self._ends[at - 1]
 
 
 def _once_per_launch(patch_lang: Callable[[Any], Any], names: list[Any]) -> Callable[[Any], Any]:

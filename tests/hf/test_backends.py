@@ -117,6 +117,16 @@ def test_a_backend_that_cannot_run_is_refused_before_the_model_is_touched(model,
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_more_heads_than_kernels_take_are_refused_before_the_prompt_is_attended_to(tiny, prompt, monkeypatch):
+    model = tiny(hidden_size=68, num_attention_heads=17, num_key_value_heads=1, head_dim=4)
+    expected, _ = generated(model, {"input_ids": prompt}, "full")
+    with monkeypatch.context() as patch:
+        patch.setattr(inject.compat, "dense_attention", lambda *_, **__: pytest.fail("attended"))
+        with pytest.raises(InputError, match=r"at most 16 .* backend=eager"):
+            generated(model, {"input_ids": prompt}, "full", backend="triton")
+    assert generated(model, {"input_ids": prompt}, "full", backend="eager")[0] == expected
+
+
 # Room for a known length
 
 

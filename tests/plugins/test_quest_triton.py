@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from sparsesel.explain import trace
 from sparsesel.kv import KVView
-from sparsesel.ops import backend
+from sparsesel.ops import backend, topk
+from sparsesel.ops.launch import recording
 from sparsesel.registry import make_selector
 from sparsesel.selector import LayerSpec, Support
 from sparsesel.testing import (
@@ -179,6 +180,19 @@ def test_any_number_of_keys_is_taken_in_by_any_launch():
             for minima, maxima in bounds:
                 assert torch.equal(minima[row, :, page], held.amin(1))
                 assert torch.equal(maxima[row, :, page], held.amax(1))
+
+
+def test_selection_from_tiles(monkeypatch):
+    """As among many pages: the kernel that scores them gives the largest of each tile as well."""
+    monkeypatch.setattr(topk, "_BLOCK", 32)
+    lives = Lives("quest,topk=3,page_size=1", hostile_stream(streams(13, [90, 75]), "clustered keys"))
+    lives.do("prefill", 86)
+    with recording(running=True) as launches:
+        lives.step()
+    lives.step()
+    tiles = [dict(launch.constants)["TILE"] for launch in launches if launch.kernel.endswith("page_scores_kernel")]
+    assert min(tiles) > 0
+    assert not any(launch.kernel.endswith("tile_maxima_kernel") for launch in launches)
 
 
 def test_a_sequence_without_tokens_gives_zeros():

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from sparsesel.explain import trace
 from sparsesel.kv import KVView
-from sparsesel.ops import backend, sparse_attention
+from sparsesel.ops import backend, sparse_attention, topk
+from sparsesel.ops.launch import recording
 from sparsesel.registry import make_selector
 from sparsesel.selector import LayerSpec
 from sparsesel.testing import DenseLayout, PagedLayout, assert_same_output, hostile_stream, random_stream
@@ -217,6 +218,19 @@ def test_any_number_of_tokens_is_taken_in_by_any_launch():
                 assert torch.equal(sums[1][row, :, block], tokens.sum(1))
 
 
+def test_selection_from_tiles(monkeypatch):
+    """As among many keys: the kernel that scores them gives the largest of each tile as well."""
+    monkeypatch.setattr(topk, "_BLOCK", 32)
+    lives = Lives("sparq,topk=7,rank=3", hostile_stream(streams(13, [90, 75]), "clustered keys"))
+    lives.do("prefill", 86)
+    with recording(running=True) as launches:
+        lives.step()
+    lives.step()
+    tiles = [dict(launch.constants)["TILE"] for launch in launches if launch.kernel.endswith("merit_kernel")]
+    assert min(tiles) > 0
+    assert not any(launch.kernel.endswith("tile_maxima_kernel") for launch in launches)
+
+
 def test_a_sequence_without_tokens_gives_zeros():
     stream = streams(6, [30, 30])
     kv = KVView.dense(stream.key, stream.value, lengths=torch.tensor([30, 0]))
@@ -270,7 +284,12 @@ def test_a_step_waits_for_no_device(page_size, left_padded):
     found = trace(make_selector("sparq"), META, 4099, **where)
     step = [launch.kernel.split(":")[1] for launch in found.step]
     assert step[0] == "append_kernel"
-    assert step[-8:-5] == ["choose_components_kernel", "approximate_scores_kernel", "merit_kernel"]
+    assert step[-7:-3] == [
+        "choose_components_kernel",
+        "approximate_scores_kernel",
+        "merit_kernel",
+        "topk_kernel",
+    ]
     assert step[-3:] == ["sparse_attention_kernel", "reallocate_kernel", "count_kernel"]
     assert found.torch_ops <= 1  # the new length
     bare = trace(make_selector("sparq,reallocate=false"), META, 4099, **where)
