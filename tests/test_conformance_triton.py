@@ -1,7 +1,7 @@
-"""Every selector of ours through the conformance suite on Triton, in its interpreter: quickly, or completely on demand.
+"""Every selector of ours through the conformance suite on Triton, in its interpreter.
 
-The quick form takes every test of the suite with small sizes. With SPARSESEL_FULL set, each selector is tested at the
-complete sizes, and every variant that the eager suite knows in the quick form.
+In the quick form, which is every test at small sizes. With SPARSESEL_FULL set, at the complete sizes (an hour or two on
+one core), and every variant that the eager suite knows besides in the quick form.
 """
 
 import importlib.util
@@ -37,13 +37,17 @@ GROUPED = ["retopk,fallback_scope=group-any,cache_size=4,recall_size=2,window_si
 MEAN_VALUE = ["sparq"]
 FIXED_PARTS = ["tokenselect"]
 CACHE_POSITIONS = ["streaming_llm:paper"]
+ALWAYS = [*PLAIN, *GROUPED, *MEAN_VALUE, *FIXED_PARTS, *CACHE_POSITIONS]
 
 
 class OnTriton:
     """Has a suite run on Triton, and see that kernels are what runs."""
 
     backend = "triton"
-    quick = True
+
+    @pytest.fixture(autouse=True)
+    def size(self, selector_spec):
+        self.quick = not FULL or selector_spec not in ALWAYS
 
     def test_a_step_launches_kernels(self, subject):
         replay = subject.replay(self.stream(200, length=subject.prompt + 2)).prefill(subject.prompt)

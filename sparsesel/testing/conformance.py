@@ -325,7 +325,7 @@ class SelectorConformance:
             st.tuples(st.just("fork"), st.just(0)),
         )
 
-        examples = self.pick(12, 4)
+        examples = self.pick(12, 3)
 
         @settings(max_examples=examples, deadline=None, derandomize=True, database=None, phases=(Phase.generate,))
         @given(st.booleans(), st.lists(actions, min_size=1, max_size=self.pick(8, 5)))

@@ -82,6 +82,18 @@ def test_text_streams_and_ends_in_a_line_of_statistics(run, tiny):
     )
 
 
+def test_the_line_names_the_backend_that_ran(run, tiny):
+    texts = set()
+    for backend in ("eager", "triton"):
+        options = ["--selector", "full", "--prompt", PROMPT, "--max-new-tokens", "4", "--backend", backend]
+        result = run("--model", tiny, *options)
+        assert result.exit_code == 0, result.stderr
+        text, statistic = result.stdout.splitlines()
+        assert statistic.endswith(f" · {backend}")
+        texts.add(text)
+    assert len(texts) == 1
+
+
 def test_a_selector_that_attends_to_everything_generates_what_the_model_does(run, tiny):
     model = LlamaForCausalLM.from_pretrained(tiny)
     ids = torch.tensor([[WORDS.index(word) for word in PROMPT.split()]])
@@ -121,6 +133,8 @@ REFUSED = {
     "too long": (["--prompt", PROMPT, "--max-new-tokens", str(MAX_LENGTH - 7)], "--max-new-tokens"),
     "no chat template": (["--prompt", PROMPT, "--chat"], "--chat"),
     "unknown model": (["--prompt", "w1", "--model", "./gone"], "model"),
+    "unknown backend": (["--prompt", "w1", "--backend", "native"], "backend"),
+    "backend without its device": (["--prompt", "w1", "--backend", "triton"], "backend"),
     "two selectors": (["--prompt", "w1", "--selector", "full", "--selector", "retopk"], "--selector"),
 }
 
@@ -128,6 +142,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_bad_input_is_refused_before_the_model_loads(run, tiny, tmp_path, monkeypatch, never_loads, case):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     (tmp_path / "good.txt").write_text(PROMPT)
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "latin.txt").write_bytes("déjà vu".encode("latin-1"))

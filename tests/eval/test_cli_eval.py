@@ -55,6 +55,12 @@ def test_it_ends_in_the_table(command, tmp_path, monkeypatch):
     assert len(read_results(tmp_path / "out")) == 4
 
 
+def test_the_table_names_the_backend_that_ran(command):
+    result = invoke(command(backend="triton", suffix=3))
+    assert result.exit_code == 0, result.output
+    assert "triton on cpu" in result.stdout
+
+
 def test_options_win_over_the_file(command, tmp_path):
     config = tmp_path / "run.toml"
     config.write_text('selectors = ["exact_topk"]\nsuffix = 9\ndocuments = 2\n[set]\ntopk = 5\n', encoding="utf-8")
@@ -104,9 +110,12 @@ def test_what_a_file_sets_is_taken_as_it_stands_there(command, tmp_path, value):
         ({"selector": "full"}, "--selector"),
         ({"selector": "retopk,similarity_threshold=0.9"}, "--selector"),
         ({"set": "tokp=3"}, "--set"),
+        ({"backend": "native"}, "backend"),
+        ({"backend": "triton"}, "backend"),
     ],
 )
 def test_bad_input_is_refused_before_any_model_loads(command, monkeypatch, changes, field):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(runner, "load_model", lambda *_, **__: pytest.fail("loaded the model"))
     result = invoke(command(**changes))
     assert result.exit_code == 2, result.output
