@@ -8,6 +8,8 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from sparsesel.eval.figures import Figure
+
 _NARROW = 80  # columns that a table of usual numbers and names takes
 
 Value = float | int | str | None
@@ -74,12 +76,14 @@ class Section:
         tables: In order.
         about: A line before them: what was measured, on what.
         notes: Lines after them: what the columns mean.
+        figures: After the tables; a terminal does not show them, `sparsesel report` draws them.
     """
 
     title: str
     tables: Sequence[Table]
     about: str = ""
     notes: Sequence[str] = ()
+    figures: Sequence[Figure] = ()
 
 
 def renderables(sections: Sequence[Section], *, width: int = _NARROW) -> list[RichTable | Text]:
