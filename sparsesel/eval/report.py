@@ -24,18 +24,30 @@ def report(lines: Sequence[Line]) -> list[Section]:
 
     Lines of a task that is not installed are not shown; that is said.
     """
-    by_task: dict[str, list[Line]] = {}
+    return [section for _, _, sections in by_task(lines) for section in sections]
+
+
+def by_task(lines: Sequence[Line]) -> list[tuple[str, list[Line], list[Section]]]:
+    """Each task's name, its lines and what it has to show of them.
+
+    A task that is not installed, or that cannot make anything of its lines, says so in a section without tables.
+    """
+    groups: dict[str, list[Line]] = {}
     for line in lines:
-        by_task.setdefault(line["task"], []).append(line)
-    sections: list[Section] = []
-    for name, own in by_task.items():
-        try:
-            task = registry().task_class(name)
-        except InputError as error:
-            sections.append(Section(name, (), notes=(f"{len(own)} results of {name!r} are not shown: {error}",)))
-            continue
-        sections += task.report(own)
-    return sections
+        groups.setdefault(line["task"], []).append(line)
+    return [(name, own, _sections(name, own)) for name, own in groups.items()]
+
+
+def _sections(name: str, lines: Sequence[Line]) -> list[Section]:
+    try:
+        task = registry().task_class(name)
+    except InputError as error:
+        return [Section(name, (), notes=(f"{len(lines)} results of {name!r} are not shown: {error}",))]
+    try:
+        return task.report(lines)
+    except Exception as error:  # a third party's may do anything, and lines may be of another version of it
+        problem = f"its report failed with {type(error).__name__}: {error}"
+        return [Section(name, (), notes=(f"{len(lines)} results of {name!r} are not shown: {problem}",))]
 
 
 @dataclass

@@ -191,13 +191,26 @@ def _unwritable(folder: Path, problem: str) -> InputError:
 
 def read_results(folder: Path, name: str = RESULTS) -> list[dict[str, Any]]:
     """The complete lines of a folder's results, without touching them."""
-    lines: list[dict[str, Any]] = []
-    for raw in (folder / name).read_bytes().splitlines(keepends=True):
-        with contextlib.suppress(ValueError, RecursionError):
+    return [line for _, line in scan_results(folder, name)[0]]
+
+
+def scan_results(folder: Path, name: str = RESULTS) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
+    """The complete lines of a folder's results with their numbers, and what is wrong with the others, as sentences."""
+    lines: list[tuple[int, dict[str, Any]]] = []
+    problems: list[str] = []
+    data = (folder / name).read_bytes().splitlines(keepends=True)
+    for number, raw in enumerate(data, start=1):
+        try:
             line = _parse(raw)
-            if line is not None:
-                lines.append(line)
-    return lines
+        except (ValueError, RecursionError):
+            line = None
+        if line is not None:
+            lines.append((number, line))
+        elif number == len(data) and not raw.endswith(b"\n"):
+            problems.append(f"The last line of {folder / name} is incomplete and left out; the others are all there.")
+        else:
+            problems.append(f"Line {number} of {folder / name} is no result and left out.")
+    return lines, problems
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from sparsesel.config import AnyConfig, BackendName, LayeredConfig, RunConfig, SelectorConfig
 from sparsesel.errors import InputError
 from sparsesel.eval import provenance
+from sparsesel.eval.cost import model_cost
 from sparsesel.eval.results import Point, ResultStore, check_folder, check_same, point_of, read_results
 from sparsesel.eval.sharding import Shard, merge
 from sparsesel.eval.task import Case, Task
@@ -162,6 +163,7 @@ class Run:
             }
         )
         self._own: ResultStore | None = None
+        self._costs: dict[tuple[str, int], dict[str, Any]] = {}
         if self.shard.is_first:
             self.store = ResultStore(out)
         else:
@@ -348,6 +350,16 @@ class Run:
 
             raise MeasurementError(f"{point.task} with {point.selector}: metrics that are no JSON: {error}") from error
 
+    def _cost(self, config: AnyConfig, context: int, model: Any) -> dict[str, Any]:
+        """What the selector's own account says of a step; it is no part of what is measured, so it stops nothing."""
+        key = (str(config), context)
+        if key not in self._costs:
+            try:
+                self._costs[key] = model_cost(model, config, context)
+            except Exception as error:
+                self._costs[key] = {"error": f"{type(error).__name__}: {error}"}
+        return self._costs[key]
+
     def _provenance(self, point: Point, case: Case, config: AnyConfig, model: Any) -> dict[str, Any]:
         bos = self._setting.tokenizer.bos_token_id
         task = registry().get_task(point.task)
@@ -365,6 +377,7 @@ class Run:
             "parameters": parameters,
             "data_sha256": self._data,
             "calibration_sha256": self._calibrations[str(config)],
+            "cost": self._cost(config, point.context, model),
             "prompt_sha256": hashlib.sha256(json.dumps(case.tokens).encode()).hexdigest(),
             "bos_count": case.tokens.count(bos) if bos is not None else 0,
             "truncation": case.truncation,
