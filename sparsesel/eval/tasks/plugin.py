@@ -21,4 +21,25 @@ def sparsesel_tasks() -> list[TaskPlugin]:
             paper="Parameters of RULER: What's the Real Context Size of Your Long-Context Language Models? "
             "arXiv 2404.06654",
         ),
+        TaskPlugin(
+            name="fidelity",
+            summary="Every decode step of every layer and head beside exact top-K and full attention of the same query.",
+            config="sparsesel.eval.tasks.fidelity:FidelityConfig",
+            factory="sparsesel.eval.tasks.fidelity:Fidelity",
+            paper="Figure 5 of Recall Before You Rank, arXiv 2607.27692",
+        ),
+        TaskPlugin(
+            name="sensitivity",
+            summary="Perplexity while one field of a selector is varied at a time.",
+            config="sparsesel.eval.tasks.sensitivity:SensitivityConfig",
+            factory="sparsesel.eval.tasks.sensitivity:Sensitivity",
+            paper="Recall Before You Rank, arXiv 2607.27692: sweeps of K, C, R, tau, Tr and W/C",
+        ),
+        TaskPlugin(
+            name="ablation",
+            summary="Perplexity of ReTopK with one of its parts taken away at a time.",
+            config="sparsesel.eval.tasks.ablation:AblationConfig",
+            factory="sparsesel.eval.tasks.ablation:Ablation",
+            paper="Recall Before You Rank, arXiv 2607.27692, table 3",
+        ),
     ]
