@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparsesel.eval.decode import Prefill
+    from sparsesel.hf.inject import Selection
+    from sparsesel.selector import Selector
 
 _PREFILL_WEIGHT = 0.05  # decode steps that one token of prefill is worth, for the time left only
 
@@ -90,6 +92,11 @@ class RunSetting:
         """The model's, loaded now."""
         with quiet():
             return load_tokenizer(self._source)
+
+    @property
+    def model_config(self) -> Any:
+        """The model's."""
+        return self._source.config.get_text_config(decoder=True)
 
 
 class Run:
@@ -428,17 +435,28 @@ class RunBench:
 
         return torch.tensor(tokens, device=self.model.device)
 
-    def prefill(self, tokens: "Sequence[int] | Tensor", specs: Iterable[str]) -> "Prefill":
-        """Prefill `[P]` tokens densely, once for all of `specs`."""
+    def prefill(
+        self,
+        tokens: "Sequence[int] | Tensor",
+        specs: Iterable[str],
+        *,
+        wrap: "Callable[[Selector], Selector] | None" = None,
+    ) -> "Prefill":
+        """Prefill `[P]` tokens densely, once for all of `specs`, each layer's selector in what `wrap` makes of it."""
         import torch
 
         from sparsesel.eval.decode import Prefill
+        from sparsesel.hf.inject import selectors_by_layer
 
         self.doing("prefill")
+        selectors: dict[str, Selection] = {spec: self.selectors[spec] for spec in specs}
+        if wrap is not None:
+            by_layer = {spec: selectors_by_layer(self.model, selector) for spec, selector in selectors.items()}
+            selectors = {spec: {i: wrap(one) for i, one in chosen.items()} for spec, chosen in by_layer.items()}
         prefill = Prefill(
             self.model,
             torch.as_tensor(tokens, dtype=torch.int64),
-            {spec: self.selectors[spec] for spec in specs},
+            selectors,
             backend=self.backend,
             seed=self.seed,
             advance=self.advance,

@@ -8,9 +8,9 @@ Modules of tasks should import torch only where they use it: listing, refusing a
 """
 
 import abc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from sparsesel.config import AnyConfig, BackendName, TaskConfig
 from sparsesel.eval.tables import Section
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparsesel.eval.decode import Prefill
+    from sparsesel.selector import Selector
 
 ConfigT = TypeVar("ConfigT", bound=TaskConfig)
 Line = Mapping[str, Any]
@@ -42,6 +43,11 @@ class Setting(Protocol):
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, loaded when it is first asked for, which takes seconds."""
+        ...
+
+    @property
+    def model_config(self) -> Any:
+        """The model's `transformers` configuration of its text decoder: how many layers and heads there are."""
         ...
 
     contexts: tuple[int, ...]
@@ -90,8 +96,20 @@ class Bench(Protocol):
         """Tokens as `[T]` int64 on the model's device."""
         ...
 
-    def prefill(self, tokens: "Sequence[int] | Tensor", specs: Iterable[str]) -> "Prefill":
-        """Prefill `[P]` tokens densely, once for all of `specs`."""
+    def prefill(
+        self,
+        tokens: "Sequence[int] | Tensor",
+        specs: Iterable[str],
+        *,
+        wrap: "Callable[[Selector], Selector] | None" = None,
+    ) -> "Prefill":
+        """Prefill `[P]` tokens densely, once for all of `specs`.
+
+        Args:
+            tokens: The prompt without its last token.
+            specs: Selectors that will decode.
+            wrap: Given a layer's selector, what takes its place there: one that watches it, for example.
+        """
         ...
 
     def doing(self, text: str) -> None:
