@@ -5,15 +5,14 @@ query is also answered exactly and fully over the same cache; the model goes on 
 are over all (layer, head, step) pairs alike, those of exact paths among them.
 """
 
-import itertools
 import math
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from sparsesel.errors import InputError
+from sparsesel.eval.binning import bin_means, bin_sums, middles, pooled
 from sparsesel.eval.figures import Curves, Figure, HeatMap, Marks, Series
 from sparsesel.eval.report import Line, Row, about, rows_by_context, work_columns
 from sparsesel.eval.tables import Column, Section, Table
@@ -189,29 +188,17 @@ class Record:
         rows = [row for row, layer in enumerate(layers) if layer in self._similarities]
         if not rows or reuse is None:
             return {}
-        similarity = torch.stack([torch.stack(self._similarities[layers[row]]) for row in rows]).double().cpu()
-        inner = torch.tensor(SIMILARITY_BINS[1:-1], dtype=torch.float64)
-        bins = torch.bucketize(similarity, inner, right=True)  # rounding past 1 or -1 stays in the outermost
-        bins[~similarity.isfinite()] = len(inner) + 1  # no earlier query: in none
-        reused = bins[reuse[rows] > 0]
-
-        def sums(where: "Tensor", weights: "Tensor | None" = None) -> "Tensor":
-            return torch.bincount(where.flatten(), weights, minlength=len(inner) + 2)[: len(inner) + 1]
-
-        counts = sums(reused)
+        similarity = torch.stack([torch.stack(self._similarities[layers[row]]) for row in rows]).cpu()
+        reused = reuse[rows] > 0
+        counts = bin_sums(similarity[reused], SIMILARITY_BINS)
+        sums = {
+            name: bin_sums(similarity[reused], SIMILARITY_BINS, each[rows][reused]) for name, each in measures.items()
+        }
         return {
             "similarity_bins": list(SIMILARITY_BINS),
-            "pairs_by_similarity": sums(bins).tolist(),
-            "reuse_by_similarity": counts.tolist(),
-            **{
-                f"{name}_by_similarity": [
-                    total / count if count else None
-                    for total, count in zip(
-                        sums(reused, each[rows][reuse[rows] > 0]).tolist(), counts.tolist(), strict=True
-                    )
-                ]
-                for name, each in measures.items()
-            },
+            "pairs_by_similarity": bin_sums(similarity, SIMILARITY_BINS),
+            "reuse_by_similarity": counts,
+            **{f"{name}_by_similarity": bin_means(total, counts) for name, total in sums.items()},
         }
 
 
@@ -274,9 +261,13 @@ def _curves(context: int, rows: Sequence[Row]) -> list[Curves]:
     for name, title in _MEASURES.items():
         series: list[Series] = []
         for row in rows:
-            edges, means = _binned(row, name)
-            if any(mean is not None for mean in means):
-                series.append(Series(row.selector, [(a + b) / 2 for a, b in itertools.pairwise(edges)], means))
+            found = [metrics for line in row.lines.values() if "similarity_bins" in (metrics := line["metrics"])]
+            if found and any(sum(metrics["reuse_by_similarity"]) for metrics in found):
+                means = pooled(
+                    [metrics[f"{name}_by_similarity"] for metrics in found],
+                    [metrics["reuse_by_similarity"] for metrics in found],
+                )
+                series.append(Series(row.selector, middles(found[0]["similarity_bins"]), means))
         if series:
             figures.append(
                 Curves(
@@ -288,20 +279,6 @@ def _curves(context: int, rows: Sequence[Row]) -> list[Curves]:
                 )
             )
     return figures
-
-
-def _binned(row: Row, name: str) -> tuple[Sequence[float], list[float | None]]:
-    """Edges of the bins, and the mean over all documents' pairs in each."""
-    found = [line["metrics"] for line in row.lines.values() if "similarity_bins" in line["metrics"]]
-    if not found:
-        return (), []
-    means: list[float | None] = []
-    for place in range(len(found[0]["reuse_by_similarity"])):
-        counts = [metrics["reuse_by_similarity"][place] for metrics in found]
-        values = [metrics[f"{name}_by_similarity"][place] or 0.0 for metrics in found]
-        total = sum(counts)
-        means.append(sum(map(operator.mul, values, counts)) / total if total else None)
-    return found[0]["similarity_bins"], means
 
 
 def _maps(context: int, rows: Sequence[Row]) -> list[HeatMap]:
