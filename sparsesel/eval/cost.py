@@ -46,7 +46,7 @@ def strict_specs() -> list[str]:
     return [f"{name}:{STRICT}" if STRICT in registry().presets(name) else name for name in names]
 
 
-def _bandwidth(value: Any) -> Any:
+def bandwidth_of(value: Any) -> Any:
     """A name or a number as GB/s."""
     text = str(value).strip().lower()
     try:
@@ -73,7 +73,7 @@ class CostConfig(BaseModel):
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         default="bfloat16", description="Type of queries, keys and values."
     )
-    bandwidth: Annotated[float, BeforeValidator(_bandwidth)] = Field(
+    bandwidth: Annotated[float, BeforeValidator(bandwidth_of)] = Field(
         default=BANDWIDTHS["l20"], description="Memory bandwidth in GB/s."
     )
 

@@ -138,7 +138,8 @@ class Run:
         self._selectors = {name: dict(task.selectors(self._given)) for name, task in self._tasks.items()}
         self._source = resolve(config.model, online=online)
         limit = self._source.max_length
-        if limit is not None and max(config.contexts) > limit:
+        reached = any(task.needs_model for task in self._tasks.values())
+        if reached and limit is not None and max(config.contexts) > limit:
             raise InputError(
                 "context",
                 expected=f"at most {limit} tokens, the limit of {config.model}",
@@ -247,9 +248,11 @@ class Run:
             self.store.write_beside("config.json", json.dumps(self.config.model_dump(mode="json"), indent=2) + "\n")
         if self.done:
             progress.say(f"{self.done} of {len(self.points)} points are there already.")
-        once = "" if self._source.is_prepared else ", unpacking its weights this first time"
-        progress.say(f"Loading {self.config.model}{once} …")
-        model = load_model(self._source, device=self._device)
+        model = None
+        if any(self._tasks[group.task].needs_model for group in self._pending):
+            once = "" if self._source.is_prepared else ", unpacking its weights this first time"
+            progress.say(f"Loading {self.config.model}{once} …")
+            model = load_model(self._source, device=self._device)
         progress.start(sum(map(self._units, self._pending)))
         meter = _Meter(progress)
         for group in self._pending:
@@ -257,7 +260,7 @@ class Run:
             where = f"{group.task}, context {group.context}, document {group.document}"
             bench = RunBench(
                 model=model,
-                tokenizer=self._setting.tokenizer,
+                tokenizer=None if model is None else self._setting.tokenizer,
                 selectors=self._selectors[group.task],
                 device=self._device,
                 backend=self._backend,
@@ -368,7 +371,7 @@ class Run:
         return self._costs[key]
 
     def _provenance(self, point: Point, case: Case, config: AnyConfig, model: Any) -> dict[str, Any]:
-        bos = self._setting.tokenizer.bos_token_id
+        bos = self._setting.tokenizer.bos_token_id if case.tokens else None
         task = registry().get_task(point.task)
         parameters = {
             **self._parameters(self._tasks[point.task], point.context, point.document),
@@ -379,12 +382,12 @@ class Run:
             "model": self._source.identity,
             "backend": self._backend,
             "device": self._device,
-            "device_name": provenance.device_name(model.device),
+            "device_name": provenance.device_name(self._device),
             "dtype": self._dtype,
             "parameters": parameters,
             "data_sha256": self._data,
             "calibration_sha256": self._calibrations[str(config)],
-            "cost": self._cost(config, point.context, model),
+            "cost": None if model is None else self._cost(config, point.context, model),
             "prompt_sha256": hashlib.sha256(json.dumps(case.tokens).encode()).hexdigest(),
             "bos_count": case.tokens.count(bos) if bos is not None else 0,
             "truncation": case.truncation,

@@ -126,7 +126,11 @@ class Task(abc.ABC, Generic[ConfigT]):
 
     Attributes:
         config: Its fields.
+        needs_model: Whether the model is run. Of one that is not, `bench.model` and `bench.tokenizer` may be None, and
+            contexts may be longer than the model's positions.
     """
+
+    needs_model: ClassVar[bool] = True
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config
