@@ -128,3 +128,48 @@ def _layer_bytes(selector: Any, layer: "LayerSpec", context: int, metrics: Mappi
         + scanned * everything.key_bytes
         + exact * everything.score_bytes
     )
+
+
+@dataclass(frozen=True)
+class PathMix:
+    """How often heads cannot reuse what they chose before.
+
+    Attributes:
+        fallback: Share of (head, step) pairs in which a head by itself is unlike its past.
+        refresh: Share of steps in which all heads scan everything.
+        together: Whether the heads of a layer are unlike their past together, as for a selector that keeps one choice
+            for all of them.
+    """
+
+    fallback: float = 0.0
+    refresh: float = 0.0
+    together: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """`"0.875/0.119/0.006"`, shares of reuse, fallback and refresh; None if it is no three numbers.
+
+        Raises:
+            ValueError: Shares that are none, or that do not add up to 1.
+        """
+        parts = text.split("/")
+        try:
+            reuse, fallback, refresh = map(float, parts)
+        except ValueError:
+            return None
+        if min(reuse, fallback, refresh) < 0 or not abs(reuse + fallback + refresh - 1) <= 0.005 or refresh == 1:
+            raise ValueError("shares of reuse, fallback and refresh that add up to 1")
+        return cls(fallback, refresh)
+
+    @classmethod
+    def counted(cls, metrics: Mapping[str, Any]) -> Self:
+        """That of a result line's metrics; a selector with one path only has no such mix."""
+        if metrics.get("miss_share") is not None:
+            return cls(metrics["miss_share"], 0.0, together=True)
+        if metrics.get("reuse_share") is None or metrics.get("exact_share") is None:
+            return cls()
+        refresh = metrics.get("refresh_share") or 0.0
+        return cls(metrics["exact_share"] - refresh, refresh)
+
+    def __str__(self) -> str:
+        return f"{1 - self.fallback - self.refresh:.4g}/{self.fallback:.4g}/{self.refresh:.4g}"

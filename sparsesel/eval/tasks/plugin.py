@@ -23,10 +23,17 @@ def sparsesel_tasks() -> list[TaskPlugin]:
         ),
         TaskPlugin(
             name="fidelity",
-            summary="Every decode step of every layer and head beside exact top-K and full attention of the same query.",
+            summary="Every step of every layer and head beside exact top-K and full attention of the same query.",
             config="sparsesel.eval.tasks.fidelity:FidelityConfig",
             factory="sparsesel.eval.tasks.fidelity:Fidelity",
             paper="Figure 5 of Recall Before You Rank, arXiv 2607.27692",
+        ),
+        TaskPlugin(
+            name="reuse-study",
+            summary="How much the exact supports of similar queries overlap, and what recalling R of them covers.",
+            config="sparsesel.eval.tasks.reuse_study:ReuseStudyConfig",
+            factory="sparsesel.eval.tasks.reuse_study:ReuseStudy",
+            paper="Figures 2 and 3 of Recall Before You Rank, arXiv 2607.27692",
         ),
         TaskPlugin(
             name="sensitivity",
@@ -41,5 +48,12 @@ def sparsesel_tasks() -> list[TaskPlugin]:
             config="sparsesel.eval.tasks.ablation:AblationConfig",
             factory="sparsesel.eval.tasks.ablation:Ablation",
             paper="Recall Before You Rank, arXiv 2607.27692, table 3",
+        ),
+        TaskPlugin(
+            name="latency",
+            summary="Time of one token's attention over all layers: random data, no model; stages, bytes, roofline.",
+            config="sparsesel.eval.tasks.latency:LatencyConfig",
+            factory="sparsesel.eval.tasks.latency:Latency",
+            paper="Recall Before You Rank, arXiv 2607.27692, tables 1 and 4, figures 1 and 9",
         ),
     ]
