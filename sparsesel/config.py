@@ -504,7 +504,7 @@ class RunConfig(BaseModel):
 
     model: str = Field(default="smollm2-135m", description="The offline model's name, a local folder or a Hub id.")
     selectors: tuple[str, ...] = Field(
-        strict=False, min_length=1, description="Selectors: name, name:preset or a file, then ,field=value."
+        default=(), strict=False, description="Selectors: name, name:preset or a file, then ,field=value."
     )
     set: dict[str, Any] = Field(default_factory=dict, description="Fields set in every selector that has them.")
     contexts: tuple[int, ...] = Field(

@@ -166,7 +166,7 @@ def test_types_bounds_and_defaults_are_told(hooks):
     assert re.search(r"\| `retrieval` \| similarity \\\| recent \| `\"similarity\"` \|", text)
     assert hooks.on_page_markdown("<!-- config: full -->") == "It has no fields to configure."
     run_fields = hooks.on_page_markdown("<!-- model: sparsesel.config:RunConfig -->")
-    assert re.search(r"\| `selectors` \| tuple\[str, \.\.\.\] \| required \|", run_fields)
+    assert re.search(r"\| `selectors` \| tuple\[str, \.\.\.\] \| `\[\]` \|", run_fields)
     task_fields = hooks.on_page_markdown("<!-- model: sparsesel.eval.tasks.perplexity:PerplexityConfig -->")
     assert re.search(r"\| `documents` \| int \\\| None, ≥ 1 \|  \|", task_fields)
 

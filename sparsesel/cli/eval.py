@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from sparsesel.cli.console import err, out, safe
 from sparsesel.config import RunConfig, TaskConfig, build, load_file, parse_assignments, parse_value
 from sparsesel.errors import InputError
-from sparsesel.eval.selectors import resolve_selectors
+from sparsesel.eval.selectors import needs_selectors, resolve_selectors
 from sparsesel.registry import registry
 
 
@@ -129,14 +129,16 @@ def _command(name: str) -> Any:
         InputError: There is no such task, or it is broken.
     """
     model = registry().task_config_class(name)
+    # What a task without selectors has no use for.
+    hidden = () if registry().task_class(name).needs_selectors else ("selectors", "sets")
     summary = safe(registry().get_task(name).plugin.summary)
 
     def command(**values: Any) -> None:
         fields = {key.removeprefix(_PREFIX): value for key, value in values.items() if key.startswith(_PREFIX)}
-        given = {key: value for key, value in values.items() if not key.startswith(_PREFIX)}
+        given = {"sets": None, **{key: value for key, value in values.items() if not key.startswith(_PREFIX)}}
         _run_task(name, {key: value for key, value in fields.items() if value is not None}, **given)
 
-    parameters = dict(_COMMON)
+    parameters = {key: option for key, option in _COMMON.items() if key not in hidden}
     taken = {one.__metadata__[0].default for one in parameters.values()}
     for key, field in model.model_fields.items():
         option = "--" + key.replace("_", "-")
@@ -272,7 +274,7 @@ def _run(values: dict[str, Any], out_dir: str, *, online: bool) -> None:
     config = build(RunConfig, values, where="eval")
     for name, fields in config.tasks.items():
         registry().make_task_config(name, fields)
-    resolved = resolve_selectors(config.selectors, config.set)
+    resolved = resolve_selectors(config.selectors, config.set, required=needs_selectors(config.tasks))
 
     from sparsesel.eval.progress import Silent, TerminalProgress
     from sparsesel.eval.report import report

@@ -13,7 +13,7 @@ from sparsesel.eval.progress import Silent
 from sparsesel.eval.report import report
 from sparsesel.eval.results import Point
 from sparsesel.eval.runner import Progress, Run
-from sparsesel.eval.selectors import resolve_selectors
+from sparsesel.eval.selectors import needs_selectors, resolve_selectors
 from sparsesel.eval.tables import Section
 
 
@@ -81,7 +81,7 @@ class Results:
 def run(
     task: str | Mapping[str, Mapping[str, Any]],
     model: str,
-    selectors: Iterable[str],
+    selectors: Iterable[str] = (),
     *,
     contexts: Iterable[int] = (2048,),
     set: Mapping[str, Any] | None = None,
@@ -100,7 +100,7 @@ def run(
     Args:
         task: A task's name, or several names with the fields of each.
         model: `smollm2-135m`, a local folder or a Hub id.
-        selectors: Specs: `"retopk:quality,topk=128"` or a file.
+        selectors: Specs: `"retopk:quality,topk=128"` or a file. None where the task needs none.
         contexts: Tokens that a task may fill.
         set: Fields for every selector that has them.
         texts: UTF-8 text files; without any, Python's language reference.
@@ -139,7 +139,7 @@ def run(
         },
         where="run",
     )
-    resolved = resolve_selectors(config.selectors, config.set)
+    resolved = resolve_selectors(config.selectors, config.set, required=needs_selectors(config.tasks))
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         measuring = stack.enter_context(Run(config, resolved, folder, online=online))

@@ -126,10 +126,13 @@ class Task(abc.ABC, Generic[ConfigT]):
 
     Attributes:
         config: Its fields.
+        needs_selectors: Whether it measures the selectors that the user names. One that does not has its own, see
+            `selectors`, and is run without any.
         needs_model: Whether the model is run. Of one that is not, `bench.model` and `bench.tokenizer` may be None, and
             contexts may be longer than the model's positions.
     """
 
+    needs_selectors: ClassVar[bool] = True
     needs_model: ClassVar[bool] = True
 
     def __init__(self, config: ConfigT) -> None:

@@ -268,7 +268,7 @@ def test_too_short_a_text_is_refused_before_the_model_loads(run, tmp_path, monke
         ({"skip_chars": -1}, "skip_chars"),
         ({"documents": 0}, "documents"),
         ({"documents": 1, "texts": ["one", "two"]}, "at least 2"),
-        ({"selectors": ()}, "selectors"),
+        ({"selectors": ()}, "at least one selector"),
         ({"wat": 1}, "wat"),
         ({"backend": "cuda"}, "'auto', 'triton' or 'eager'"),
         ({"tasks": {}}, "tasks"),
