@@ -108,7 +108,7 @@ def run(
         seed: Of torch's generator and of tasks.
         backend: What runs the selectors.
         out: Folder of the results, with which a run can be resumed; by default they are only returned.
-        online: Whether the model may be downloaded.
+        online: Whether the model, and a task's data, may be downloaded.
         progress: Is told how far the run is.
         on_result: Is given each result as it is measured.
         fields: Fields of the task, if it is one.

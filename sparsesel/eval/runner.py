@@ -81,9 +81,10 @@ class Group:
 class RunSetting:
     """What tasks are given before any model is loaded; see `sparsesel.eval.task.Setting`."""
 
-    def __init__(self, config: RunConfig, texts: Sequence[Text], source: ModelSource) -> None:
+    def __init__(self, config: RunConfig, texts: Sequence[Text], source: ModelSource, *, online: bool) -> None:
         self.contexts = config.contexts
         self.seed = config.seed
+        self.online = online
         self.texts = texts
         self._source = source
 
@@ -106,7 +107,7 @@ class Run:
         config: What to measure.
         selectors: Resolved configuration of each of `config.selectors`, in order.
         out: Folder of the results.
-        online: Whether the model may be downloaded.
+        online: Whether the model, and a task's data, may be downloaded.
         shard: This process among those of the run; by default what torchrun says.
 
     Attributes:
@@ -151,7 +152,7 @@ class Run:
             self._source.check_selector(one)
         self._calibrations = {str(one): _calibration_sha256(one) for one in (*every.values(), *selectors.values())}
         self._data = texts_sha256(texts)
-        self._setting = RunSetting(config, texts, self._source)
+        self._setting = RunSetting(config, texts, self._source, online=online)
         groups = [
             Group(name, context, document, tuple(self._selectors[name]))
             for name, task in self._tasks.items()

@@ -33,6 +33,7 @@ class Setting(Protocol):
     Attributes:
         contexts: Lengths in tokens.
         seed: Of everything random.
+        online: Whether a task may download its data.
     """
 
     @property
@@ -52,6 +53,7 @@ class Setting(Protocol):
 
     contexts: tuple[int, ...]
     seed: int
+    online: bool
 
 
 @dataclass(frozen=True)
