@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -118,7 +118,7 @@ class Decoder:
         self._cache = cache
         self._name = name
         self._advance = advance
-        self._clock = _EventClock(model.device) if model.device.type == "cuda" else _Clock()
+        self._clock = clock(model.device)
         self.session: Session = sparsify(model, selectors, backend=backend)
 
     def step(self, token: Tensor | int) -> Tensor:
@@ -160,7 +160,11 @@ class Decoder:
         Raises:
             MeasurementError: As `stats`.
         """
-        return {**selector_metrics(self.stats()), "ms_per_step": 1000 * statistics.median(self._clock.seconds())}
+        return {**selector_metrics(self.stats()), "ms_per_step": 1000 * statistics.median(self.seconds())}
+
+    def seconds(self) -> list[float]:
+        """Time of each step so far (waits for the device)."""
+        return self._clock.seconds()
 
     def close(self) -> None:
         """Restore the model."""
@@ -186,6 +190,27 @@ def selector_metrics(stats: Stats) -> dict[str, float | None]:
         "density": stats.density,
         "attended": stats.total["selected"] / stats.total["steps"],
     }
+
+
+class Clock(Protocol):
+    """Times one thing after another."""
+
+    def start(self) -> None:
+        """It begins."""
+        ...
+
+    def stop(self) -> None:
+        """It ends."""
+        ...
+
+    def seconds(self) -> list[float]:
+        """How long each took (waits for the device)."""
+        ...
+
+
+def clock(device: torch.device) -> Clock:
+    """A clock for what runs on `device`, where nothing waits while it is timed."""
+    return _EventClock(device) if device.type == "cuda" else _Clock()
 
 
 class _Clock:

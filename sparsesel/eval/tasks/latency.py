@@ -216,7 +216,7 @@ class Latency(Task[LatencyConfig]):
         by_context = rows_by_context(lines)
         caption = _where(lines)
         for context, rows in by_context.items():
-            tables += [_times(context, rows), _stages(context, rows)]
+            tables += [_times(context, rows), _work(context, rows), _stages(context, rows)]
             bars.append(_bars(context, rows, caption))
         figures = [*_curves(by_context, caption), *bars]
         return [Section("Latency of attention", tables, _about(lines), (caption, _NOTE), figures)]
@@ -326,10 +326,11 @@ def _has_levels(config: AnyConfig) -> bool:
 
 _NOTE = (
     "ms: attention of one token over all layers, the median of repeats for every step, the mean over steps; range: "
-    "with the fastest and the slowest repeats instead. ×exact, ×full: speedups over these by measured time; modelled: by "
-    "bytes. MB: what a step reads by design, with the paths taken and candidates counted; roofline: time that these "
-    "bytes take at the bandwidth over the time measured. Stages are timed in steps of their own; rest is what no "
-    "kernel or operation takes: launching, Python. Queries, keys and values are random; how often heads cannot reuse is set."
+    "with the fastest and the slowest repeats instead. ×exact, ×full: speedups over these, by time where measured, "
+    "by bytes where modelled. MB: what a step reads by design, with the paths taken and candidates counted; "
+    "roofline: time that these bytes take at the bandwidth over the time measured. Stages are timed in steps of "
+    "their own; rest is what no kernel or operation takes: launching, Python. Queries, keys and values are random; "
+    "how often heads cannot reuse is set."
 )
 
 
@@ -377,25 +378,36 @@ def _times(context: int, rows: Sequence[Row]) -> Table:
         (low, high), *_ = row.values("attention_ms_range")  # pyright: ignore[reportGeneralTypeIssues]
         return f"{low:.3g}-{high:.3g}"
 
-    def share(heading: str, metric: str) -> Column:
-        return Column(heading, [row.mean(metric) for row in rows], 1, percent=True, detail=True)
-
     return Table(
-        f"Attention of one token, context {context}",
+        f"Attention of one token, context {context}, measured",
         [row.selector for row in rows],
         [
             Column("ms", [row.mean("attention_ms") for row in rows], 3, better="less"),
-            Column("range", [range_of(row) for row in rows], detail=True),
+            Column("range", [range_of(row) for row in rows]),
             Column("×exact", _ratios(rows, "attention_ms", "exact_topk"), 2, better="more"),
             Column("×full", _ratios(rows, "attention_ms", "full"), 2, better="more"),
-            Column("×exact\nmodelled", _ratios(rows, "bytes_per_step", "exact_topk"), 2),
-            Column("×full\nmodelled", _ratios(rows, "bytes_per_step", "full"), 2),
-            Column("MB", [_scaled(row.mean("bytes_per_step")) for row in rows], 2, better="less"),
-            Column("ms\nmodelled", [row.mean("modelled_ms") for row in rows], 3, detail=True),
-            Column("roof-\nline", [row.mean("roofline_share") for row in rows], 1, percent=True),
+            Column("roof-\nline", [row.mean("roofline_share") for row in rows], 1, percent=True, better="more"),
+        ],
+        sum(row.is_reference for row in rows),
+    )
+
+
+def _work(context: int, rows: Sequence[Row]) -> Table:
+    def share(heading: str, metric: str) -> Column:
+        return Column(heading, [row.mean(metric) for row in rows], 1, percent=True)
+
+    return Table(
+        f"Paths taken and what they read by design, context {context}, modelled",
+        [row.selector for row in rows],
+        [
             share("exact", "exact_share"),
             share("reuse", "reuse_share"),
-            Column("candi-\ndates", [row.candidates for row in rows], 1, detail=True),
+            share("miss", "miss_share"),
+            Column("candi-\ndates", [row.candidates for row in rows], 1),
+            Column("MB", [_scaled(row.mean("bytes_per_step")) for row in rows], 2, better="less"),
+            Column("ms", [row.mean("modelled_ms") for row in rows], 3, better="less"),
+            Column("×exact", _ratios(rows, "bytes_per_step", "exact_topk"), 2, better="more"),
+            Column("×full", _ratios(rows, "bytes_per_step", "full"), 2, better="more"),
         ],
         sum(row.is_reference for row in rows),
     )
@@ -423,7 +435,9 @@ def _stage_names(rows: Sequence[Row]) -> list[str]:
 
 
 def _stages(context: int, rows: Sequence[Row]) -> Table:
-    columns = [Column(name, [stages_of(row).get(name) for row in rows], 3) for name in _stage_names(rows)]
+    columns = [
+        Column(name.replace(" ", "\n"), [stages_of(row).get(name) for row in rows], 2) for name in _stage_names(rows)
+    ]
     references = sum(row.is_reference for row in rows)
     return Table(f"Stages of that time in ms, context {context}", [row.selector for row in rows], columns, references)
 

@@ -36,6 +36,13 @@ def sparsesel_tasks() -> list[TaskPlugin]:
             paper="Figures 2 and 3 of Recall Before You Rank, arXiv 2607.27692",
         ),
         TaskPlugin(
+            name="stability",
+            summary="Whether perplexity and choices drift from those of exact top-K over many decoded tokens.",
+            config="sparsesel.eval.tasks.stability:StabilityConfig",
+            factory="sparsesel.eval.tasks.stability:Stability",
+            paper="Figure 8 of Recall Before You Rank, arXiv 2607.27692",
+        ),
+        TaskPlugin(
             name="sensitivity",
             summary="Perplexity while one field of a selector is varied at a time.",
             config="sparsesel.eval.tasks.sensitivity:SensitivityConfig",
@@ -55,5 +62,12 @@ def sparsesel_tasks() -> list[TaskPlugin]:
             config="sparsesel.eval.tasks.latency:LatencyConfig",
             factory="sparsesel.eval.tasks.latency:Latency",
             paper="Recall Before You Rank, arXiv 2607.27692, tables 1 and 4, figures 1 and 9",
+        ),
+        TaskPlugin(
+            name="e2e",
+            summary="Time of one token in the whole model against context, and its share outside attention.",
+            config="sparsesel.eval.tasks.e2e:E2eConfig",
+            factory="sparsesel.eval.tasks.e2e:E2e",
+            paper="Recall Before You Rank, arXiv 2607.27692, table 5",
         ),
     ]
