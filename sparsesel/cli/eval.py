@@ -11,7 +11,7 @@ import typer
 from pydantic.fields import FieldInfo
 from typer.core import TyperGroup
 
-from sparsesel.cli.console import err, out, safe
+from sparsesel.cli.console import err, out, print_differences, safe
 from sparsesel.config import RunConfig, TaskConfig, build, load_file, parse_assignments, parse_value
 from sparsesel.errors import InputError
 from sparsesel.eval.selectors import needs_selectors, resolve_selectors
@@ -276,6 +276,7 @@ def _run(values: dict[str, Any], out_dir: str, *, online: bool) -> None:
         registry().make_task_config(name, fields)
     resolved = resolve_selectors(config.selectors, config.set, required=needs_selectors(config.tasks))
 
+    from sparsesel.eval.differences import differences
     from sparsesel.eval.progress import Silent, TerminalProgress
     from sparsesel.eval.report import report
     from sparsesel.eval.runner import Run
@@ -305,3 +306,4 @@ def _run(values: dict[str, Any], out_dir: str, *, online: bool) -> None:
         if run.shard.is_first:
             for part in renderables(report(run.store.lines), width=out.width):
                 out.print(part)
+            print_differences(differences(run.store.lines))
