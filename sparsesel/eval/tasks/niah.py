@@ -9,6 +9,7 @@ The prompt is prefilled densely up to its last token; from there on every token 
 import functools
 import random
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,8 +18,10 @@ from pydantic import Field, field_validator
 
 from sparsesel.config import TaskConfig
 from sparsesel.errors import InputError
-from sparsesel.eval.report import Line, about, bootstrap, ordered, rows_by_context, work_columns, work_note
-from sparsesel.eval.tables import Column, Section, Table
+from sparsesel.eval.answers import answer, chat_frame, encode, mean_score, score_tables
+from sparsesel.eval.figures import HeatMap
+from sparsesel.eval.report import Line, about, rows_by_context, work_note
+from sparsesel.eval.tables import Section, Table
 from sparsesel.eval.task import Bench, Case, Metrics, Setting, Task
 
 DEPTHS = 40
@@ -28,6 +31,7 @@ Variant = Literal["single", "multikey", "multivalue"]
 Haystack = Literal["noise", "prose"]
 
 _NEW_TOKENS = {"single": 32, "multikey": 32, "multivalue": 96}
+_BANDS = 10  # of depths, in heat maps: one for every four points
 _SEVERAL = 4  # keys of multikey, values of multivalue
 # Haystacks among which one that fits exactly is sought: characters more or less, and characters left out before.
 _AROUND = 12
@@ -37,73 +41,66 @@ _NOISE = (
     "The kettle is warm. The road bends to the east. A cart waits by the gate. Rain is on its way. The shutters are "
     "closed, and the lamps are lit. Someone will sweep the yard tomorrow. "
 )
+# Common words, each of one token in most vocabularies: names that a small model can tell apart.
 _FIRST = [
-    "amber",
-    "brass",
-    "cedar",
-    "coral",
-    "crimson",
-    "dusty",
-    "emerald",
-    "frozen",
-    "gentle",
-    "golden",
-    "hollow",
-    "indigo",
-    "ivory",
-    "jade",
-    "lilac",
+    "red",
+    "blue",
+    "green",
+    "yellow",
+    "purple",
+    "orange",
+    "black",
+    "white",
+    "pink",
+    "brown",
+    "wooden",
+    "plastic",
+    "glass",
+    "stone",
+    "iron",
+    "cotton",
+    "silk",
+    "paper",
+    "leather",
     "marble",
-    "misty",
-    "mossy",
-    "narrow",
-    "olive",
+    "frozen",
     "painted",
-    "pearl",
-    "plain",
-    "quiet",
-    "rusty",
-    "scarlet",
-    "silent",
     "silver",
-    "slender",
-    "striped",
-    "velvet",
-    "woven",
+    "golden",
 ]
 _SECOND = [
-    "anchor",
-    "badger",
-    "barrel",
-    "beacon",
-    "bridge",
-    "candle",
-    "castle",
-    "compass",
-    "copper",
-    "falcon",
-    "feather",
-    "fiddle",
-    "garden",
+    "guitar",
+    "piano",
+    "violin",
+    "drum",
     "hammer",
-    "harbor",
-    "helmet",
-    "kettle",
     "ladder",
-    "lantern",
-    "meadow",
+    "bridge",
+    "castle",
     "mirror",
-    "orchard",
-    "otter",
-    "paddle",
-    "pebble",
+    "candle",
+    "barrel",
+    "anchor",
     "rabbit",
-    "saddle",
-    "sparrow",
-    "thimble",
-    "tunnel",
-    "turtle",
-    "walnut",
+    "tiger",
+    "horse",
+    "eagle",
+    "salmon",
+    "lemon",
+    "carrot",
+    "rocket",
+    "bicycle",
+    "tractor",
+    "window",
+    "blanket",
+    "shirt",
+    "hat",
+    "clock",
+    "telescope",
+    "camera",
+    "battery",
+    "engine",
+    "lantern",
 ]
 
 _INTRO = "Some locker codes are hidden in the following text. Keep them in mind; they will be asked for.\n\n"
@@ -112,8 +109,8 @@ _NEEDLE = "The locker code of the {key} is {value}."
 _QUESTIONS = {
     "one": ("\n\nWhat is the locker code of the {key}?", "The locker code of the {key} is"),
     "all": (
-        "\n\nWhat are the {count} locker codes of the {key}? Give the numbers alone.",
-        "The {count} locker codes of the {key} are the numbers",
+        "\n\nWhat are all {count} locker codes of the {key} that the text names?",
+        "All locker codes of the {key}:\n\n-",
     ),
 }
 _MARK = "\ue000"  # stands for the haystack while a chat template is filled; no text has it
@@ -241,30 +238,32 @@ class Niah(Task[NiahConfig]):
         if not isinstance(case, NiahCase):
             raise TypeError(f"a case of this task, not {type(case).__name__}")
         prefill = bench.prefill(case.tokens[:-1], specs)
-        ends = _end_tokens(bench)
         for spec in specs:
-            answer: list[int] = []
-            with prefill.decoder(spec) as decoder:
-                token = case.tokens[-1]
-                while len(answer) < case.steps:
-                    token = int(decoder.step(token).argmax())
-                    if token in ends:
-                        break
-                    answer.append(token)
-                    text = bench.tokenizer.decode(answer, skip_special_tokens=True)
-                    if found_share(text, case.values) == 1.0:  # nothing that follows changes that
-                        break
-                known = decoder.metrics()
-            text = bench.tokenizer.decode(answer, skip_special_tokens=True)
-            yield spec, {"score": found_share(text, case.values), "tokens": len(answer), **known, "answer": text}
+            known = answer(
+                bench,
+                prefill,
+                spec,
+                case.tokens[-1],
+                limit=case.steps,
+                done=lambda text: found_share(text, case.values) == 1.0,
+            )
+            yield spec, {"score": found_share(known["answer"], case.values), **known}
 
     @classmethod
     def report(cls, lines: Sequence[Line]) -> list[Section]:
-        """Scores of each variant, haystack and context, and their mean."""
+        """Scores of each variant, haystack and context, their mean, and for each selector where needles were found."""
         if not lines:
             return []
-        tables = [table for context, rows in rows_by_context(lines).items() for table in _tables(context, rows)]
-        return [Section("Needles in a haystack", tables, about(lines), (work_note(lines),))]
+        tables: list[Table] = []
+        for context, rows in rows_by_context(lines).items():
+            trials = max(Counter(_cell(line) for row in rows for line in row.lines.values()).values())
+            tables += score_tables(
+                rows,
+                lambda parameters: (parameters["variant"], parameters["haystack"]),
+                title=f"Needles, context {context}: share of values found, up to {trials} trials each",
+                overall=f"Needles, context {context}: all trials, 95% bootstrap interval, and work; shares in %",
+            )
+        return [Section("Needles in a haystack", tables, about(lines), (work_note(lines),), _figures(lines))]
 
     @functools.cached_property
     def _combinations(self) -> list[tuple[Variant, Haystack]]:
@@ -277,7 +276,7 @@ class Niah(Task[NiahConfig]):
     def _least(self, setting: Setting, variant: Variant) -> int:
         """The smallest context that holds a variant's needles, whichever they are."""
         frame = _frame(setting.tokenizer, hide(variant, 0, ""))
-        longest = max(len(_encode(setting.tokenizer, " " + word)) for word in (*_FIRST, *_SECOND))
+        longest = max(len(encode(setting.tokenizer, " " + word)) for word in (*_FIRST, *_SECOND))
         hidden = hide(variant, 0, "")
         spare = (len(hidden.needles) + 2) * 2 * longest  # other words may take more tokens than those of trial 0
         return len(_tokens(setting.tokenizer, frame, hidden, "")) + spare + self.config.max_new_tokens[variant]
@@ -369,16 +368,10 @@ def _straw(setting: Setting, haystack: Haystack, trial: int) -> tuple[str, str]:
 
 def _frame(tokenizer: Any, hidden: Needles) -> tuple[str, str, bool]:
     """What comes before and after the haystack, and whether that holds the special tokens already."""
-    question, answer = _QUESTIONS["one" if len(hidden.values) == 1 else "all"]
+    question, begun = _QUESTIONS["one" if len(hidden.values) == 1 else "all"]
     count = {1: "one", 4: "four"}[len(hidden.values)]
-    question, answer = (part.format(key=hidden.key, count=count) for part in (question, answer))
-    if not getattr(tokenizer, "chat_template", None):
-        return _INTRO, f"{question}\n\n{answer}", False
-    filled = tokenizer.apply_chat_template(
-        [{"role": "user", "content": f"{_INTRO}{_MARK}{question}"}], tokenize=False, add_generation_prompt=True
-    )
-    before, _, after = filled.partition(_MARK)
-    return before, f"{after}{answer}", True
+    question, begun = (part.format(key=hidden.key, count=count) for part in (question, begun))
+    return chat_frame(tokenizer, _INTRO, _MARK, question, begun)
 
 
 def _tokens(tokenizer: Any, frame: tuple[str, str, bool], hidden: Needles, haystack: str) -> tuple[int, ...]:
@@ -391,11 +384,7 @@ def _tokens(tokenizer: Any, frame: tuple[str, str, bool], hidden: Needles, hayst
         parts += [haystack[begin:end].rstrip(), sentence]
         begin = end
     parts.append(haystack[begin:].rstrip())
-    return tuple(_encode(tokenizer, before + " ".join(part for part in parts if part) + after, special=not special))
-
-
-def _encode(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
-    return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    return tuple(encode(tokenizer, before + " ".join(part for part in parts if part) + after, special=not special))
 
 
 def _after_sentence(text: str, position: int) -> int:
@@ -409,60 +398,36 @@ def _after_sentence(text: str, position: int) -> int:
     return len(text)
 
 
-def _end_tokens(bench: Bench) -> set[int]:
-    """Tokens that end an answer."""
-    known = getattr(bench.model.generation_config, "eos_token_id", None)
-    ends = known if isinstance(known, list) else [known]
-    return {token for token in (*ends, bench.tokenizer.eos_token_id) if token is not None}
+def _cell(line: Line) -> tuple[str, ...]:
+    """What trials are counted by."""
+    parameters = line["provenance"]["parameters"]
+    return line["selector"], parameters["variant"], parameters["haystack"]
 
 
-def _tables(context: int, rows: Sequence[Any]) -> list[Table]:
-    cells: dict[tuple[str, str], None] = {}
-    for row in rows:
-        for line in row.lines.values():
-            parameters = line["provenance"]["parameters"]
-            cells.setdefault((parameters["variant"], parameters["haystack"]))
-
-    def of(row: Any, cell: tuple[str, str]) -> list[Line]:
-        return [
-            line
-            for line in row.lines.values()
-            if (line["provenance"]["parameters"]["variant"], line["provenance"]["parameters"]["haystack"]) == cell
-        ]
-
-    rows = ordered(rows)
-    by_cell = {cell: [score_of(of(row, cell)) for row in rows] for cell in cells}
-    means = [_mean([by_cell[cell][index] for cell in cells]) for index in range(len(rows))]
-    columns = [
-        Column(f"{variant}\n{haystack}", scores, 3, better="more") for (variant, haystack), scores in by_cell.items()
-    ]
-    names, references = [row.selector for row in rows], sum(row.is_reference for row in rows)
-    trials = max(len(of(row, cell)) for row in rows for cell in cells)
-    intervals = [
-        bootstrap(list(row.lines.values()), lambda lines: score_of(lines) or 0.0) or (None, None) for row in rows
-    ]
-    title = f"Needles, context {context}: share of values found, up to {trials} trials each"
-    return [
-        Table(title, names, [*columns, Column("mean", means, 3, better="more")], references),
-        Table(
-            f"Needles, context {context}: all trials, 95% bootstrap interval, and work; shares in %",
-            names,
-            [
-                Column("score", [row.mean("score") for row in rows], 3, better="more"),
-                Column("from", [low for low, _ in intervals], 3),
-                Column("to", [high for _, high in intervals], 3),
-                *work_columns(rows),
-            ],
-            references,
-        ),
-    ]
+def _figures(lines: Sequence[Line]) -> list[HeatMap]:
+    """For each selector and variant: the share found at each depth of each context."""
+    groups: dict[tuple[str, str], list[Line]] = {}
+    rows = {row.selector: None for found in rows_by_context(lines).values() for row in found}
+    for line in sorted(lines, key=lambda line: list(rows).index(line["selector"])):
+        groups.setdefault((line["selector"], line["provenance"]["parameters"]["variant"]), []).append(line)
+    return [_heat_map(f"{selector}: {variant}", own) for (selector, variant), own in groups.items()]
 
 
-def score_of(lines: Sequence[Line]) -> float | None:
-    """Mean score, None without lines."""
-    return _mean([line["metrics"]["score"] for line in lines])
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def _heat_map(title: str, lines: Sequence[Line]) -> HeatMap:
+    by_place: dict[tuple[int, int], list[Line]] = {}
+    for line in lines:
+        band = min(int(line["provenance"]["parameters"]["depth"] * _BANDS), _BANDS - 1)
+        by_place.setdefault((band, line["context"]), []).append(line)
+    contexts = sorted({context for _, context in by_place})
+    several = " The depth is that of one of its needles: all four are asked for." * ("multivalue" in title)
+    return HeatMap(
+        title=title,
+        x_label="context (tokens)",
+        y_label="depth of the needle asked for (% of the haystack)",
+        x=[str(context) for context in contexts],
+        y=[f"{100 * band // _BANDS}–{100 * (band + 1) // _BANDS}" for band in range(_BANDS)],
+        values=[[mean_score(by_place.get((band, context), [])) for context in contexts] for band in range(_BANDS)],
+        low=0.0,
+        high=1.0,
+        caption=f"Share of values found, mean over haystacks and trials.{several}",
+    )

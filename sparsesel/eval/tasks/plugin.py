@@ -22,6 +22,13 @@ def sparsesel_tasks() -> list[TaskPlugin]:
             "arXiv 2404.06654",
         ),
         TaskPlugin(
+            name="longbench",
+            summary="Questions about long texts: F1 of the answers on 2WikiMQA, HotpotQA and MultiFieldQA-en.",
+            config="sparsesel.eval.tasks.longbench:LongBenchConfig",
+            factory="sparsesel.eval.tasks.longbench:LongBench",
+            paper="LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding. arXiv 2308.14508",
+        ),
+        TaskPlugin(
             name="fidelity",
             summary="Every step of every layer and head beside exact top-K and full attention of the same query.",
             config="sparsesel.eval.tasks.fidelity:FidelityConfig",
