@@ -90,7 +90,9 @@ class _Results:
         self._context = lines[0]["context"]
         self._label = f"{self._context // 1024}K" if self._context % 1024 == 0 else str(self._context)
         self._rows = rows
-        self.costs = [step_cost([line for line in lines if line["selector"] == row.selector]) for row in rows]
+        # What `latency` times may have another geometry than the model.
+        modelled = [line for line in lines if line["task"] != "latency"]
+        self.costs = [step_cost([line for line in modelled if line["selector"] == row.selector]) for row in rows]
 
     def perplexities(self) -> list[Column]:
         rows = self._of("perplexity")
@@ -170,9 +172,8 @@ class _Results:
         notes = [text for task, text in known if self._of(task)]
         if any(value is not None for value in self._measured_speedups()):
             eager = "; eager PyTorch, no measure of what kernels reach" * ("eager" in self._place)
-            notes.append(
-                f"×exact: attention's time with exact_topk over the selector's, measured ({self._place}{eager})."
-            )
+            where = f"measured by latency ({self._place}{eager})"
+            notes.append(f"×exact: attention's time with exact_topk over the selector's, {where}.")
         if any(self.costs):
             notes.append(
                 "modelled: ratios of the bytes that a step reads by the selectors' own accounts, nothing is timed. "

@@ -90,7 +90,7 @@ def test_measured_speed_takes_the_place_of_modelled_speed_and_names_the_device(l
     assert speedups["exact_topk,topk=128"] == pytest.approx(1.0)
     assert speedups["quest,topk=128"] is None
     assert cells(section, "×exact 1K modelled")["quest,topk=128"] is not None
-    assert "measured (eager on cpu; eager PyTorch, no measure of what kernels reach)" in " ".join(section.notes)
+    assert "measured by latency (eager on cpu; eager PyTorch, no measure of what kernels reach)" in " ".join(section.notes)
 
 
 def test_lines_without_a_cost_have_no_modelled_columns(lines):
