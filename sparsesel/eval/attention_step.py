@@ -74,6 +74,7 @@ class Contestant:
         queries: `[N, 1, Hq, S, D]`, of N layers: the prompt's last, then those of the steps.
         settled: Its states, before the first step timed.
         times: Milliseconds of each repeat's steps.
+        grown: Which of them took more memory for a state. That comes once in thousands of steps, so they do not count.
         ordinary: What happened in the ordinary steps.
         refreshes: What happened in the others.
         stages: Milliseconds of a step by stage.
@@ -84,6 +85,7 @@ class Contestant:
     queries: Tensor
     settled: list[Any] = field(default_factory=list)
     times: list[list[float]] = field(default_factory=list)
+    grown: set[int] = field(default_factory=set)
     ordinary: dict[str, float | None] = field(default_factory=dict)
     refreshes: dict[str, float | None] = field(default_factory=dict)
     stages: dict[str, float] = field(default_factory=dict)
@@ -166,9 +168,12 @@ class AttentionSteps:
             for name, one in contestants.items():
                 if step >= SETTLING + schedule.steps and not one.mix.refresh:
                     continue
+                held = _held(states[name])
                 began = self._now()
                 self._step(one, states[name], views, step)
                 clocks[name].append((began, self._now()))
+                if _held(states[name]) > held:
+                    one.grown.add(step - SETTLING)
                 advance()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -204,7 +209,7 @@ class AttentionSteps:
         return {
             name: over_steps(
                 [statistics.median(each) for each in zip(*_values_of(name, repeats), strict=True)],
-                one.mix,
+                one,
                 self.schedule.steps,
             )
             for name in names
@@ -299,10 +304,15 @@ def weighed(mix: PathMix, ordinary: float | None, refreshes: float | None) -> fl
     return None if refreshes is None else (1 - mix.refresh) * ordinary + mix.refresh * refreshes
 
 
-def over_steps(values: Sequence[float], mix: PathMix, steps: int) -> float:
+def over_steps(values: Sequence[float], one: Contestant, steps: int) -> float:
     """Mean of a value over steps, ordinary ones first, weighed against those in which all heads turn."""
-    later = values[steps:]
-    whole = weighed(mix, statistics.fmean(values[:steps]), statistics.fmean(later) if later else None)
+
+    def mean(first: int, last: int) -> float | None:
+        counting = [values[step] for step in range(first, last) if step not in one.grown]
+        some = counting or values[first:last]  # a state that grows in all of them does so in generation
+        return statistics.fmean(some) if some else None
+
+    whole = weighed(one.mix, mean(0, steps), mean(steps, len(values)))
     return 0.0 if whole is None else whole
 
 
@@ -310,9 +320,14 @@ def milliseconds(one: Contestant, steps: int) -> tuple[float, float, float]:
     """Time of a step, of the median, the fastest and the slowest repeat of every step."""
     by_step = list(zip(*one.times, strict=True))
     middle, fastest, slowest = (
-        over_steps([pick(each) for each in by_step], one.mix, steps) for pick in (statistics.median, min, max)
+        over_steps([pick(each) for each in by_step], one, steps) for pick in (statistics.median, min, max)
     )
     return middle, fastest, slowest
+
+
+def _held(states: Sequence[Any]) -> int:
+    """Bytes that states take."""
+    return sum(state.nbytes() for state in states)
 
 
 def _values_of(name: str, repeats: Sequence[Sequence[Mapping[str, float]]]) -> list[list[float]]:

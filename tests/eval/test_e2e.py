@@ -59,20 +59,28 @@ def test_attention_is_what_a_clock_around_it_says(model_folder, monkeypatch):
 
 
 def test_contexts_beyond_are_modelled_by_bytes(measured):
-    (row,) = [row for row in rows_by_context(measured.lines)[128] if row.selector == "full"]
-    (line,) = row.lines.values()
-    metrics = line["metrics"]
-    total, share = modelled(row)[1000]
-    # Dense attention reads as many bytes as there are keys.
-    expected = metrics["non_attention_ms"] + metrics["attention_ms"] * 1000 / 128
-    assert total == pytest.approx(expected)
-    assert share == pytest.approx(metrics["non_attention_ms"] / expected)
+    lines = {line["context"]: line for line in measured.lines if line["selector"] == "full"}
+
+    def at_1000(times):
+        """Of dense attention, which reads as many bytes as there are keys, with these times at these contexts."""
+        changed = [
+            {**lines[context], "metrics": {**lines[context]["metrics"], "attention_ms": ms, "non_attention_ms": 4.0}}
+            for context, ms in times.items()
+        ]
+        total, share = modelled({context: rows[0] for context, rows in rows_by_context(changed).items()})[1000]
+        assert share == pytest.approx(4 / total)
+        return total - 4
+
+    assert at_1000({128: 2.0}) == pytest.approx(2 * 1000 / 128)
+    assert at_1000({64: 1.5, 128: 2.0}) == pytest.approx(1 + 1000 / 128)
+    # No line that could go on.
+    assert at_1000({64: 2.5, 128: 2.0}) == at_1000({64: 0.5, 128: 2.0}) == at_1000({128: 2.0})
 
 
 def test_the_report_tells_measured_from_modelled(measured):
     (section,) = measured.report()
     titles = [table.title for table in section.tables]
-    assert [title.rpartition(", ")[2] for title in titles] == ["measured"] * 2 + ["modelled from 128"] * 2
+    assert [title.rpartition(", ")[2] for title in titles] == ["measured"] * 2 + ["modelled"] * 2
     assert all(list(table.rows) == SPECS for table in section.tables)
     columns = {column.heading: column.values for column in section.tables[1].columns}
     assert columns["×full"][0] == columns["×exact"][1] == 1.0

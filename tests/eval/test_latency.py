@@ -118,6 +118,15 @@ def test_a_median_for_each_step_and_a_mean_over_them_by_their_share():
     assert middle == pytest.approx(0.75 * (2 + 3) / 2 + 0.25 * 20)
     assert fastest == pytest.approx(0.75 * (1 + 3) / 2 + 0.25 * 15)
     assert slowest == pytest.approx(0.75 * (9 + 6) / 2 + 0.25 * 25)
+    one.grown = {1, 2, 3}  # of both kinds of steps one at least is left, or all are
+    assert milliseconds(one, 2)[0] == pytest.approx(0.75 * 2 + 0.25 * 20)
+
+
+def test_steps_that_take_more_memory_do_not_count():
+    """Loki's copy of the keys is full once within these steps, and grows by half."""
+    loki, full = steps_of(["loki,topk=32,rank=8", "full"], PathMix(), steps=70, context=210).values()
+    assert len(loki.grown) == 1
+    assert not full.grown
 
 
 def test_stages_of_eager_steps_are_those_of_the_paper(measured):

@@ -12,6 +12,8 @@ from sparsesel.eval.sweep import Sweep, bases, common, cost_columns, cost_note, 
 from sparsesel.eval.tables import Section, Table
 from sparsesel.eval.tasks.perplexity import PerplexityConfig, perplexity
 
+_FAR = 2  # times the base's perplexity
+
 
 class AblationConfig(PerplexityConfig):
     """What is made smaller, and what is scored."""
@@ -98,16 +100,22 @@ def _table(context: int, base: Row, names: Sequence[str], rows: Sequence[Row], r
 
 
 def _figure(context: int, base: Row, names: Sequence[str], rows: Sequence[Row]) -> Figure:
-    marks = [
-        (name, [(read / 1e6, perplexity(row.lines.values()))])
-        for name, row in zip(names, rows, strict=True)
-        if (read := row.mean("bytes_per_step")) is not None
-    ]
+    """Perplexity against bytes; what is far worse than the base is only named, so that the others can be told apart."""
+    marks: list[tuple[str, list[tuple[float, float]]]] = []
+    beyond: list[str] = []
+    limit = _FAR * next(perplexity(row.lines.values()) for row in rows if row.selector == base.selector)
+    for name, row in zip(names, rows, strict=True):
+        score, read = perplexity(row.lines.values()), row.mean("bytes_per_step")
+        if score > limit:
+            beyond.append(f"{name}: perplexity {score:.1f}")
+        elif read is not None:
+            marks.append((name, [(read / 1e6, score)]))
     return Marks(
         f"Ablation of {base.selector}, context {context}",
         "MB read by attention in a step (modelled)",
         "perplexity",
         marks,
         log_x=True,
-        caption="Perplexity measured, decode-true; bytes by design, with the path shares and candidates counted.",
+        caption="Perplexity measured, decode-true; bytes by design, with the path shares and candidates counted."
+        + f" Not shown: {', '.join(beyond)}." * bool(beyond),
     )

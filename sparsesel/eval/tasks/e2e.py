@@ -1,6 +1,6 @@
 """How long a token takes in the whole model, and how much of that is not attention.
 
-What no memory holds is modelled: attention grows as the bytes that it reads, and the rest of the model stays as it is.
+What no memory holds is modelled: attention grows with the bytes that it reads, the rest of the model stays as it is.
 """
 
 import random
@@ -162,21 +162,37 @@ _NOTE = (
     "ms per token: median of steps of the whole model; attention: the part of it in which selectors find and read "
     "what they attend to, over all layers that attend to the whole context; outside attention: everything else, "
     "projections, MLPs, the output and, of the host, launching. MB modelled: what attention reads by design. "
-    "Modelled contexts: time outside attention as measured, attention times the bytes that it reads there over "
-    "those at the context measured, with the same shares of paths and candidates; no more than an extrapolation."
+    "Modelled contexts: outside attention as at the longest context measured; attention by the bytes that it reads "
+    "there, with the same shares of paths and candidates, along the line through times and bytes of the two longest"
+    " contexts measured, or in proportion where there is no line that rises from no less than 0. An extrapolation, "
+    "not a measurement."
 )
 
 
-def modelled(row: Row) -> dict[int, tuple[float, float]]:
-    """Context to (ms per token, share outside attention) of what is modelled from one selector's result."""
+def modelled(measured: Mapping[int, Row]) -> dict[int, tuple[float, float]]:
+    """Context to (ms per token, share outside attention) of what is modelled of one selector.
+
+    Args:
+        measured: Its row at each context measured.
+    """
+    lines = [next(iter(measured[context].lines.values()))["metrics"] for context in sorted(measured)]
+    last = lines[-1]
+    fixed, slope = _growth([(one["bytes_per_step"], one["attention_ms"]) for one in lines])
     found: dict[int, tuple[float, float]] = {}
-    for line in row.lines.values():
-        metrics = line["metrics"]
-        rest = metrics["non_attention_ms"]
-        for context, read in zip(metrics["modelled_contexts"], metrics["modelled_bytes"], strict=True):
-            total = rest + metrics["attention_ms"] * read / metrics["bytes_per_step"]
-            found[context] = (total, rest / total)
+    for context, read in zip(last["modelled_contexts"], last["modelled_bytes"], strict=True):
+        total = last["non_attention_ms"] + fixed + slope * read
+        found[context] = (total, last["non_attention_ms"] / total)
     return found
+
+
+def _growth(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Time that does not grow and time of a byte, from (bytes, time) by ascending context."""
+    read, taken = points[-1]
+    if len(points) > 1 and points[-2][0] < read:
+        slope = (taken - points[-2][1]) / (read - points[-2][0])
+        if slope > 0 and (fixed := taken - slope * read) >= 0:
+            return fixed, slope
+    return 0.0, taken / read
 
 
 def _where(lines: Sequence[Line]) -> str:
@@ -221,18 +237,27 @@ def _measured(context: int, rows: Sequence[Row]) -> Table:
     )
 
 
+def _by_selector(by_context: Mapping[int, Sequence[Row]]) -> dict[str, dict[int, Row]]:
+    """Each selector's row at each context that it was measured at."""
+    found: dict[str, dict[int, Row]] = {}
+    for context, rows in by_context.items():
+        for row in rows:
+            found.setdefault(row.selector, {})[context] = row
+    return found
+
+
 def _modelled(by_context: Mapping[int, Sequence[Row]]) -> list[Table]:
-    """One table for each context modelled, from the longest measured."""
+    """One table for each context modelled."""
     longest = max(by_context)
-    rows = by_context[longest]
-    results = [modelled(row) for row in rows]
+    rows, measured = by_context[longest], _by_selector(by_context)
+    results = [modelled(measured[row.selector]) for row in rows]
     tables: list[Table] = []
     for context in sorted({context for result in results for context in result}):
         times = [result[context][0] if context in result else None for result in results]
         shares = [result[context][1] if context in result else None for result in results]
         tables.append(
             Table(
-                f"One token, context {context}, modelled from {longest}",
+                f"One token, context {context}, modelled",
                 [row.selector for row in rows],
                 [
                     Column("ms per\ntoken", times, 2, better="less"),
@@ -248,28 +273,22 @@ def _modelled(by_context: Mapping[int, Sequence[Row]]) -> list[Table]:
 
 def _curves(by_context: Mapping[int, Sequence[Row]], caption: str) -> list[Figure]:
     """Time and share outside attention, what is measured and, by a name that says so, what is modelled."""
-    longest = max(by_context)
-    names = dict.fromkeys(row.selector for rows in by_context.values() for row in rows)
     times: list[Series] = []
     shares: list[Series] = []
-    for name in names:
-        own = {context: row for context, rows in by_context.items() for row in rows if row.selector == name}
-        places = list(own)
-        times.append(Series(name, places, [row.mean("ms_per_token") for row in own.values()]))
-        shares.append(Series(name, places, [row.mean("non_attention_share") for row in own.values()]))
-        beyond = modelled(own[longest]) if longest in own else {}
-        if beyond:
-            start = own[longest]
-            places = [longest, *beyond]
-            label = f"{name} (modelled)"
-            times.append(Series(label, places, [start.mean("ms_per_token"), *(total for total, _ in beyond.values())]))
-            shares.append(
-                Series(label, places, [start.mean("non_attention_share"), *(share for _, share in beyond.values())])
-            )
+    for name, own in _by_selector(by_context).items():
+        measured = [
+            (context, row.mean("ms_per_token"), row.mean("non_attention_share")) for context, row in own.items()
+        ]
+        beyond = [(context, *pair) for context, pair in modelled(own).items()]
+        curves = [(name, measured)] + [(f"{name} (modelled)", [measured[-1], *beyond])] * bool(beyond)
+        for label, points in curves:
+            places = [context for context, _, _ in points]
+            times.append(Series(label, places, [total for _, total, _ in points]))
+            shares.append(Series(label, places, [share for _, _, share in points]))
     if all(len(series.x) < 2 for series in times):
         return []
     label = "context (tokens)"
-    text = f"{caption} Beyond {longest} tokens modelled, where a curve says so."
+    text = f"{caption} Beyond {max(by_context)} tokens modelled, where a curve says so."
     return [
         Curves("Token against context", label, "ms per token", times, log_x=True, log_y=True, caption=text),
         Curves("Outside attention", label, "share of a token's time", shares, log_x=True, caption=text),

@@ -23,6 +23,7 @@ from sparsesel.eval.task import Bench, Case, Metrics, Setting, Task
 
 _PAPER = "0.875/0.119/0.006"
 _LEAST_PROMPT = 40
+_PARTS = 7  # of a bar, beside the last
 _UNTIMED = 6  # steps beside those of the field
 
 
@@ -443,12 +444,15 @@ def _stages(context: int, rows: Sequence[Row]) -> Table:
 
 
 def _bars(context: int, rows: Sequence[Row], caption: str) -> Bars:
-    parts = [(name, [stages_of(row).get(name, 0.0) for row in rows]) for name in _stage_names(rows)]
+    """The longest stages, all else in one part: more would not be told apart."""
+    names = [name for name in _stage_names(rows) if name not in ("other", "rest")][:_PARTS]
+    parts = [(name, [stages_of(row).get(name, 0.0) for row in rows]) for name in names]
+    others = [sum(taken for name, taken in stages_of(row).items() if name not in names) for row in rows]
     return Bars(
         f"Stages of a token's attention, context {context}",
         "ms per token, all layers",
         [row.selector for row in rows],
-        parts,
+        [*parts, ("everything else", others)],
         caption=caption,
     )
 
@@ -483,11 +487,14 @@ def _curves(by_context: Mapping[int, Sequence[Row]], caption: str) -> list[Figur
     if any(row.config.get("name") == "exact_topk" for rows in by_context.values() for row in rows):
         figures += [
             curves(
-                "Speedup over exact top-K", "×", lambda rows: _ratios(rows, "attention_ms", "exact_topk"), log_y=True
+                "Speedup over exact top-K",
+                "times as fast as exact_topk",
+                lambda rows: _ratios(rows, "attention_ms", "exact_topk"),
+                log_y=True,
             ),
             curves(
                 "Speedup over exact top-K, modelled",
-                "×",
+                "bytes of exact_topk over the selector's",
                 lambda rows: _ratios(rows, "bytes_per_step", "exact_topk"),
                 log_y=True,
                 modelled=True,
