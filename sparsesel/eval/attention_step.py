@@ -19,7 +19,7 @@ from torch import Tensor
 from sparsesel.errors import InputError
 from sparsesel.eval.decode import MeasurementError, selector_metrics
 from sparsesel.eval.paths import Geometry, PathMix
-from sparsesel.eval.stages import StageClock
+from sparsesel.eval.stages import StageClock, keep_busy
 from sparsesel.hf.stats import Stats
 from sparsesel.kv import KVView
 from sparsesel.ops import backend
@@ -117,7 +117,7 @@ class AttentionSteps:
         self._lengths = torch.zeros(1, dtype=torch.int64, device=self.device)
         rotary = Rotary(10000.0 ** -(torch.arange(0, geometry.head_dim, 2, device=self.device) / geometry.head_dim))
         self.layers = [
-            LayerSpec(**{**vars(layer), "device": self.device, "rotary": rotary}) for layer in geometry.specs()
+            LayerSpec(**{**vars(layer), "device": self._lengths.device, "rotary": rotary}) for layer in geometry.specs()
         ]
 
     def time(
@@ -169,6 +169,7 @@ class AttentionSteps:
                 if step >= SETTLING + schedule.steps and not one.mix.refresh:
                     continue
                 held = _held(states[name])
+                keep_busy(self.device)
                 began = self._now()
                 self._step(one, states[name], views, step)
                 clocks[name].append((began, self._now()))
@@ -371,7 +372,8 @@ def copy_bandwidth(device: str) -> float:
 def free_memory(device: torch.device) -> float:
     """Bytes that can still be taken."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by PyTorch, for later
+        return torch.cuda.mem_get_info(device)[0] + kept
     with contextlib.suppress(OSError, StopIteration, IndexError), open("/proc/meminfo", encoding="ascii") as file:
         return 1024 * float(next(line.split()[1] for line in file if line.startswith("MemAvailable")))
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -330,8 +330,8 @@ _NOTE = (
     "with the fastest and the slowest repeats instead. ×exact, ×full: speedups over these, by time where measured, "
     "by bytes where modelled. MB: what a step reads by design, with the paths taken and candidates counted; "
     "roofline: time that these bytes take at the bandwidth over the time measured. Stages are timed in steps of "
-    "their own; rest is what no kernel or operation takes: launching, Python. Queries, keys and values are random; "
-    "how often heads cannot reuse is set."
+    "their own; rest is what no kernel or operation takes: Python, or gaps between kernels. On a GPU times are the "
+    "device's own, without launching. Queries, keys and values are random; how often heads cannot reuse is set."
 )
 
 
