@@ -162,7 +162,7 @@ class Task(abc.ABC, Generic[ConfigT]):
     def measure(self, bench: Bench, case: Case, specs: Sequence[str]) -> Iterator[tuple[str, Metrics]]:
         """Measure `specs` on a case: yields (spec, metrics) for each, as soon as it is known.
 
-        Metrics are JSON values: numbers, None where one does not apply, short texts, lists of them.
+        Metrics are JSON values: numbers, None where one does not apply, short texts, lists of them or tables by name.
 
         Raises:
             MeasurementError: What was run did not measure what it claims to.

@@ -32,6 +32,7 @@ class E2eConfig(TaskConfig):
         default=(),
         strict=False,
         description="Contexts in tokens, beyond the memory for example, whose times are modelled from those measured.",
+        json_schema_extra={"default": "none"},
     )
 
     @field_validator("modelled_contexts")

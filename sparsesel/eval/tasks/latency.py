@@ -22,6 +22,7 @@ from sparsesel.eval.tables import Column, Section, Table
 from sparsesel.eval.task import Bench, Case, Metrics, Setting, Task
 
 _PAPER = "0.875/0.119/0.006"
+_COUNTING = ("perplexity", "fidelity", "sensitivity", "ablation")  # tasks whose paths are those of a text
 _LEAST_PROMPT = 40
 _PARTS = 7  # of a bar, beside the last
 _UNTIMED = 6  # steps beside those of the field
@@ -73,6 +74,7 @@ class LatencyConfig(TaskConfig):
         default=(),
         strict=False,
         description="Of selectors that have them, also each of these levels of fusion (retopk: 1 to 5); Triton only.",
+        json_schema_extra={"default": "none"},
     )
 
     @field_validator("path_mix")
@@ -299,7 +301,7 @@ def _counted(folder: str) -> list[Line]:
     if path.is_dir():
         check_folder(path)
         if (path / "results.jsonl").is_file():
-            lines = [line for line in read_results(path) if line["task"] in ("perplexity", "fidelity")]
+            lines = [line for line in read_results(path) if line["task"] in _COUNTING]
     if not lines:
         raise InputError(
             "path_mix",
