@@ -29,7 +29,7 @@ def measured(model_folder):
     )
 
 
-def steps_of(specs, mix, *, steps=24, context=160, nearness=0.97):
+def steps_of(specs, mix, *, steps=16, context=160, nearness=0.97):
     attention = AttentionSteps(GEOMETRY, Schedule(context, steps, 1, nearness), "cpu", "eager", 0)
     chosen = {spec: ([make_selector(spec)] * 4, mix) for spec in specs}
     return attention.time(chosen)
@@ -69,8 +69,8 @@ def test_lines_say_what_was_timed(measured):
 def test_heads_take_paths_in_the_shares_that_are_set(fallback, refresh):
     (one,) = steps_of(["retopk,topk=16,refresh_interval=0"], PathMix(fallback, refresh)).values()
     shares: dict[str, Any] = counted(one)
-    assert shares["exact_share"] == pytest.approx(fallback + refresh, abs=0.06)
-    assert shares["fallback_share"] == pytest.approx(fallback, abs=0.06)
+    assert shares["exact_share"] == pytest.approx(fallback + refresh, abs=0.08)
+    assert shares["fallback_share"] == pytest.approx(fallback, abs=0.08)
     assert shares["refresh_share"] == pytest.approx(refresh)
     assert shares["exact_share"] + shares["reuse_share"] == pytest.approx(1)
     assert shares["attended"] == 16
@@ -97,7 +97,7 @@ def test_queries_are_as_near_as_is_set():
 def test_every_selector_sees_the_same_steps():
     one, other = steps_of(["full", "exact_topk,topk=160"], PathMix(0.2)).values()
     assert torch.equal(one.queries, other.queries)
-    assert one.ordinary["attended"] == other.ordinary["attended"] == pytest.approx(160 - 2 - 11.5)
+    assert one.ordinary["attended"] == other.ordinary["attended"] == pytest.approx(160 - 2 - 7.5)
 
 
 class Bystander(FullSelector):

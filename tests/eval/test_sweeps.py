@@ -32,7 +32,7 @@ def measured(model_folder, text_file):
             set={"topk": 8},
             contexts=[64, 96],
             texts=[text_file],
-            suffix=12,
+            suffix=8,
             documents=2,
             **fields,
         )
