@@ -120,14 +120,13 @@ def budget_of(config: Mapping[str, Any]) -> int | str | None:
 
 
 def about(lines: Sequence[Line]) -> str:
-    """Model, text and budget of results."""
+    """Model, text and budget of results; no text where none of them has one."""
     models = dict.fromkeys(str(line["provenance"].get("model", "?")).rsplit("@", 1)[0] for line in lines)
-    texts = dict.fromkeys(
-        os.path.basename(str(line["provenance"].get("parameters", {}).get("text", "?"))) for line in lines
-    )
+    known = (line["provenance"].get("parameters", {}).get("text") for line in lines)
+    texts = list(dict.fromkeys(os.path.basename(str(text)) for text in known if text))
     budgets = dict.fromkeys(str(budget) for line in lines if (budget := budget_of(line["config"])) is not None)
-    named = list(texts) if len(texts) <= 3 else [f"{len(texts)} files"]
-    return f"Model {', '.join(models)}; text {', '.join(named)}; topk {' and '.join(budgets) or 'not set'}"
+    named = f"; text {', '.join(texts) if len(texts) <= 3 else f'{len(texts)} files'}" if texts else ""
+    return f"Model {', '.join(models)}{named}; topk {' and '.join(budgets) or 'not set'}"
 
 
 def work_columns(rows: Sequence[Row]) -> list[Column]:

@@ -88,12 +88,24 @@ def test_selectors_look_the_same_in_every_figure():
     assert colour(["full", "retopk"], "full") != colour(["full", "retopk"], "retopk")
 
 
-def test_a_drawing_in_a_page_has_no_style_of_its_own_and_no_name_twice():
+def test_logarithmic_axes_have_plain_numbers():
+    wide = Curves("c", "context", "ms", [Series("a", [1024, 131072], [0.1, 10000.0])], log_x=True, log_y=True)
+    shown = texts(draw(wide).svg)
+    assert {"1024", "131072"} <= set(shown)
+    assert {"1", "100", "10000"} <= set(shown)
+    assert not [text for text in shown if "$" in text]
+    narrow = Marks("m", "MB", "y", [(str(x), [(x, 1)]) for x in (30, 41, 52, 63)], log_x=True)
+    assert {"40", "50", "60"} & set(texts(draw(narrow).svg))
+
+
+@pytest.mark.parametrize("name", ["curves", "bars", "heat map", "large heat map", "dots"])
+def test_a_drawing_in_a_page_has_no_style_of_its_own_and_no_name_twice(name):
     inliner = Inliner()
-    svg = draw(CURVES).svg
+    svg = draw(FIGURES[name]).svg
     first, second = inliner.inline(svg, "a"), inliner.inline(svg, 'b"<')
     assert "style" not in first
-    assert inliner.rules.count("var(--ink)") > 0
+    assert "var(--ink)" in inliner.rules
+    assert "url(" not in inliner.rules
     ids = [re.findall(r'\bid="([^"]+)"', one) for one in (first, second)]
     assert ids[0]
     assert not set(ids[0]) & set(ids[1])

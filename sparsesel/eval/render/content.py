@@ -15,7 +15,7 @@ from sparsesel.eval.results import RESULTS, point_of, scan_results
 from sparsesel.eval.summary import TASKS, summary
 from sparsesel.eval.tables import Section
 
-_LONGEST_NAME = 60
+_LONGEST_NAME = 100
 
 # What lines of one source share: where in the provenance, and what it is called.
 SOURCE = {
@@ -97,7 +97,7 @@ class Content:
         problems: Lines that were left out, and what else is wrong with the folders.
         differences: What was not measured alike.
         parts: The summary first.
-        selectors: Names of all rows, in order.
+        selectors: Names that look the same in all figures, in order: the summary's rows, or all.
     """
 
     folders: Sequence[Path]
@@ -138,7 +138,7 @@ def gather(folders: Sequence[Path]) -> Content:
         problems=problems,
         differences=differences(lines),
         parts=parts,
-        selectors=list(dict.fromkeys(row for part in parts for shown in part.shown for row in _rows(shown.section))),
+        selectors=_rows(parts[:1] if parts and not parts[0].task else parts),
     )
 
 
@@ -237,8 +237,9 @@ def _summary(lines: Sequence[Line]) -> tuple[list[Line], list[Section]]:
         return own, [Section("Summary", (), notes=(problem,))]
 
 
-def _rows(section: Section) -> Iterable[str]:
-    return (row for table in section.tables if table.kind == "selector" for row in table.rows)
+def _rows(parts: Sequence[Part]) -> list[str]:
+    tables = [table for part in parts for shown in part.shown for table in shown.section.tables]
+    return list(dict.fromkeys(row for table in tables if table.kind == "selector" for row in table.rows))
 
 
 class _Letters:

@@ -34,6 +34,7 @@ _SIZE = (6.2, 3.9)  # inches
 _MOST_NUMBERS = 160  # cells of a heat map that has numbers in them
 _MOST_VECTORS = 1500  # marks or cells that are drawn one by one; more become an image within the axes
 _MOST_TICKS = 16
+_FEW = 7  # places on a logarithmic axis that are named themselves
 _LONGEST = 38  # characters of a name in a legend
 
 _STYLE: Mapping[str, Any] = {
@@ -262,7 +263,7 @@ def _marks(canvas: Any, figure: Marks, selectors: Sequence[str]) -> None:
             zorder=4,
         )
     every = _finite([mark for _, marks in figure.groups for mark in marks])
-    _scale(axes, "x", figure.log_x, [x for x, _ in every])
+    _scale(axes, "x", figure.log_x, [x for x, _ in every], few=False)
     best = frontier(every, more_is_better=figure.more_is_better) if figure.connect else []
     if best:
         axes.plot([x for x, _ in best], [y for _, y in best], color=INK, linestyle=(0, (4, 3)), linewidth=1, zorder=2)
@@ -351,8 +352,8 @@ class _Look:
 
 
 def _looks(names: Sequence[str], selectors: Sequence[str]) -> list[_Look]:
-    """Selectors look the same everywhere; in a figure of anything else, series go by their order."""
-    known = set(names) <= set(selectors)
+    """The first selectors look the same everywhere; in a figure of anything else, series go by their order."""
+    known = set(names) <= set(selectors[: len(_COLOURS)])
     places = [selectors.index(name) if known else place for place, name in enumerate(names)]
     return [
         _Look(
@@ -377,21 +378,24 @@ def _wrapped(label: str, width: int) -> str:
     return "\n".join(textwrap.wrap(printable(label), width, max_lines=2, placeholder=" …"))
 
 
-def _scale(axes: Any, axis: str, log: bool, values: Sequence[float | None]) -> None:
+def _scale(axes: Any, axis: str, log: bool, values: Sequence[float | None], *, few: bool = True) -> None:
     """Spread values by their logarithm; from zero on, where there is a zero, in the way that allows for it."""
     known = [value for value in _numbers(values) if not math.isnan(value)]
     if not log or not known:
         return
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
     least = min((value for value in known if value > 0), default=1.0)
     scale: dict[str, Any] = {"value": "log"} if min(known) > 0 else {"value": "symlog", "linthresh": least}
     getattr(axes, f"set_{axis}scale")(**scale)
-    if max(known) < 30 * least:  # powers of ten alone would leave an axis with one number
-        from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
-
-        chosen = getattr(axes, f"{axis}axis")
+    chosen = getattr(axes, f"{axis}axis")
+    if axis == "x" and few and len(set(known)) <= _FEW:
+        chosen.set_major_locator(FixedLocator(sorted(set(known))))
+        chosen.set_minor_locator(FixedLocator([]))
+    elif min(known) > 0 and max(known) < 30 * least:  # powers of ten alone would leave an axis with one number
         chosen.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)) if max(known) > 4 * least else MaxNLocator(6))
-        chosen.set_major_formatter(ScalarFormatter())
-        chosen.set_minor_formatter(NullFormatter())
+    chosen.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.10g}"))
+    chosen.set_minor_formatter(NullFormatter())
 
 
 def _legend(canvas: Any, axes: Any, entries: int, *, even_one: bool = False, larger: float = 1) -> None:

@@ -8,6 +8,7 @@ from sparsesel.eval.render.draw import GAP, GRID, INK, PAPER
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 _THEMED = {INK: "var(--ink)", PAPER: "var(--paper)", GRID: "var(--grid)", GAP: "var(--gap)"}
 _FAMILY = re.compile(r"font-family:[^;]*;?")
+_REFERRING = re.compile(r"([\w-]+): *(url\(#[^)]*\));?")
 # What matplotlib writes for every element of its files.
 _EVERYWHERE = ".plot svg *{stroke-linejoin:round;stroke-linecap:butt}"
 
@@ -55,6 +56,10 @@ class Inliner:
         style = _FAMILY.sub("", style).strip(" ;")
         for colour, themed in _THEMED.items():
             style = style.replace(colour, themed)
+        # What refers to a part of the drawing, such as a hatch, cannot stand in rules for all drawings.
+        for name, value in _REFERRING.findall(style):
+            element.set(name, value)
+        style = _REFERRING.sub("", style).strip(" ;")
         if style:
             element.set("class", self._classes.setdefault(style, f"s{len(self._classes)}"))
 

@@ -195,7 +195,7 @@ def _provenance(part: Part) -> str:
         return ""
     inner = "".join(_source(source) for source in part.sources)
     letters = ", ".join(source.letter for source in part.sources)
-    return f"<details><summary>Where these {len(part.entries)} lines come from: {letters}</summary>{inner}</details>"
+    return f"<details><summary>Where this comes from: {_count(part.entries)}, {letters}</summary>{inner}</details>"
 
 
 def _source(source: Source) -> str:
@@ -214,7 +214,11 @@ def _source(source: Source) -> str:
     if times:
         facts.append(("measured", times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"))
     pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
-    return f"<h3>{source.letter}: {len(source.entries)} lines</h3><dl>{pairs}</dl>"
+    return f"<h3>{source.letter}: {_count(source.entries)}</h3><dl>{pairs}</dl>"
+
+
+def _count(entries: Sequence[Entry]) -> str:
+    return f"{len(entries)} line{'s' * (len(entries) != 1)}"
 
 
 def _lines(content: Content) -> str:
@@ -226,10 +230,8 @@ def _lines(content: Content) -> str:
     ]
     for part in content.parts:
         if part.task:
-            count = f"{len(part.entries)} line{'s' * (len(part.entries) > 1)}"
-            parts.append(
-                f"<details><summary>{escape(part.task)}: {count}</summary>{_line_table(part, several)}</details>"
-            )
+            summary = f"{escape(part.task)}: {_count(part.entries)}"
+            parts.append(f"<details><summary>{summary}</summary>{_line_table(part, several)}</details>")
     return "".join(parts) + "</section>"
 
 
