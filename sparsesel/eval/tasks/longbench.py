@@ -7,6 +7,7 @@ code. The prompt is prefilled densely up to its last token; from there on every 
 
 import functools
 import hashlib
+import importlib
 import importlib.util
 import json
 import warnings
@@ -331,9 +332,7 @@ def _download(subset: Subset, *, online: bool) -> Data:
         )
     path, name, split = harness(subset).dataset
     try:
-        import datasets
-
-        rows = datasets.load_dataset(path, name, split=split)
+        rows = importlib.import_module("datasets").load_dataset(path, name, split=split)
     except Exception as error:  # of many libraries
         raise InputError(
             "folder",

@@ -29,6 +29,12 @@ def sparsesel_tasks() -> list[TaskPlugin]:
             paper="LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding. arXiv 2308.14508",
         ),
         TaskPlugin(
+            name="lm-eval",
+            summary="Generation tasks of lm-evaluation-harness, with its prompts, data and metrics.",
+            config="sparsesel.eval.tasks.lm_eval:LmEvalConfig",
+            factory="sparsesel.eval.tasks.lm_eval:LmEval",
+        ),
+        TaskPlugin(
             name="fidelity",
             summary="Every step of every layer and head beside exact top-K and full attention of the same query.",
             config="sparsesel.eval.tasks.fidelity:FidelityConfig",
