@@ -98,6 +98,17 @@ def test_logarithmic_axes_have_plain_numbers():
     assert {"40", "50", "60"} & set(texts(draw(narrow).svg))
 
 
+def test_what_is_modelled_is_dashed_in_its_selectors_colour():
+    names = ["full", "quest", "quest (modelled)"]
+    svg = draw(Curves("c", "x", "y", [Series(name, [0, 1], [0, 1]) for name in names]), ["full", "quest"]).svg
+    styles = [
+        e.get("style", "") for e in ET.fromstring(svg).iter(f"{SVG}path") if "stroke-width: 1.6" in e.get("style", "")
+    ]
+    colours = [re.search(r"stroke: (#\w+)", style)[1] for style in styles[:3]]
+    assert colours[1] == colours[2] != colours[0]
+    assert ["stroke-dasharray" in style for style in styles[:3]] == [False, False, True]
+
+
 @pytest.mark.parametrize("name", ["curves", "bars", "heat map", "large heat map", "dots"])
 def test_a_drawing_in_a_page_has_no_style_of_its_own_and_no_name_twice(name):
     inliner = Inliner()
@@ -106,6 +117,7 @@ def test_a_drawing_in_a_page_has_no_style_of_its_own_and_no_name_twice(name):
     assert "style" not in first
     assert "var(--ink)" in inliner.rules
     assert "url(" not in inliner.rules
+    assert not re.findall(r'"#(?:17181c|ffffff)"', first)
     ids = [re.findall(r'\bid="([^"]+)"', one) for one in (first, second)]
     assert ids[0]
     assert not set(ids[0]) & set(ids[1])

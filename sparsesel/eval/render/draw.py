@@ -25,6 +25,7 @@ GRID = "#d9d9dd"
 GAP = "#dcdce0"
 
 _COLOURS = (INK, "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a4fa3")
+_PARTS = (*_COLOURS[1:], "#8a8f99")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 _DASHES = ("-", "--", "-.", ":")
 _HATCHES = ("", "///", "\\\\\\", "xxx", "---", "|||", "+++", "//")
@@ -35,6 +36,7 @@ _MOST_NUMBERS = 160  # cells of a heat map that has numbers in them
 _MOST_VECTORS = 1500  # marks or cells that are drawn one by one; more become an image within the axes
 _MOST_TICKS = 16
 _FEW = 7  # places on a logarithmic axis that are named themselves
+_MODELLED = " (modelled)"  # at the end of a series' name
 _LONGEST = 38  # characters of a name in a legend
 
 _STYLE: Mapping[str, Any] = {
@@ -172,7 +174,7 @@ def _bars(canvas: Any, figure: Bars) -> None:
             widths,
             left=ends,
             height=0.68,
-            color=_COLOURS[(index + 1) % len(_COLOURS)],
+            color=_PARTS[index % len(_PARTS)],
             hatch=_HATCHES[index % len(_HATCHES)],
             edgecolor=PAPER,
             linewidth=0.5,
@@ -352,17 +354,20 @@ class _Look:
 
 
 def _looks(names: Sequence[str], selectors: Sequence[str]) -> list[_Look]:
-    """The first selectors look the same everywhere; in a figure of anything else, series go by their order."""
-    known = set(names) <= set(selectors[: len(_COLOURS)])
-    places = [selectors.index(name) if known else place for place, name in enumerate(names)]
-    return [
-        _Look(
-            _COLOURS[place % len(_COLOURS)],
-            _MARKERS[place % len(_MARKERS)],
-            _DASHES[place // len(_COLOURS) % len(_DASHES)],
+    """The first selectors look the same everywhere, dashed where they are modelled.
+
+    In a figure of anything else, series go by their order.
+    """
+    whose = [name.removesuffix(_MODELLED) for name in names]
+    known = set(whose) <= set(selectors[: len(_COLOURS)])
+    looks: list[_Look] = []
+    for order, (name, one) in enumerate(zip(names, whose, strict=True)):
+        place = selectors.index(one) if known else order
+        dashes = place // len(_COLOURS) if name == one or not known else 1
+        looks.append(
+            _Look(_COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)], _DASHES[dashes % len(_DASHES)])
         )
-        for place in places
-    ]
+    return looks
 
 
 def _axes(canvas: Any, x_label: str, y_label: str) -> Any:

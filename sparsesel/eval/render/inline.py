@@ -7,6 +7,8 @@ from sparsesel.eval.render.draw import GAP, GRID, INK, PAPER
 
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 _THEMED = {INK: "var(--ink)", PAPER: "var(--paper)", GRID: "var(--grid)", GAP: "var(--gap)"}
+_PIXELS = 1.5  # for each point of a drawing, where there is room
+_WIDE = 360  # points; what is wider scrolls on a phone rather than becoming too small to read
 _FAMILY = re.compile(r"font-family:[^;]*;?")
 _REFERRING = re.compile(r"([\w-]+): *(url\(#[^)]*\));?")
 # What matplotlib writes for every element of its files.
@@ -38,8 +40,12 @@ class Inliner:
         for element in root.iter():
             self._restyle(element)
             self._rename(element)
-        for name in ("width", "height", "version"):
+        for name in ("height", "version"):
             root.attrib.pop(name, None)
+        width = float(root.attrib["viewBox"].split()[2])
+        root.set("width", str(round(_PIXELS * width)))
+        if width > _WIDE:
+            root.set("class", "wide")
         root.set("role", "img")
         root.set("aria-label", title)
         return ET.tostring(root, encoding="unicode", short_empty_elements=True)
@@ -50,9 +56,10 @@ class Inliner:
         return "\n".join([_EVERYWHERE, *(f".plot .{name}{{{style}}}" for style, name in self._classes.items())])
 
     def _restyle(self, element: ET.Element) -> None:
-        style = element.attrib.pop("style", None)
-        if style is None:
-            return
+        style = element.attrib.pop("style", "")
+        for name in ("fill", "stroke"):  # of hatches; an attribute cannot have the page's colours
+            if element.get(name) in _THEMED:
+                style += f"; {name}: {element.attrib.pop(name)}"
         style = _FAMILY.sub("", style).strip(" ;")
         for colour, themed in _THEMED.items():
             style = style.replace(colour, themed)
