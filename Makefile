@@ -47,10 +47,9 @@ help: ## list the targets
 $(VENV)/.installed: pyproject.toml $(SAMPLE_FILES)
 	$(call set-up,$(VENV),gguf$(comma)test$(comma)check)
 
-demo: $(VENV)/.installed ## compare ReTopK with Exact Top-K and dense attention on a real model, in a few minutes
-	@$(VENV)/bin/sparsesel eval perplexity --model smollm2-135m \
-		--selector full --selector exact_topk --selector retopk --selector retopk:quality \
-		--set topk=128 --context 2048 --suffix 256 --documents 2 --out demo
+demo: $(VENV)/.installed ## compare all selectors on a real model and report it as a page, in a few minutes
+	@$(VENV)/bin/sparsesel eval --config examples/demo.toml --out demo
+	@$(VENV)/bin/sparsesel report demo
 
 test: $(VENV)/.installed ## run the tests
 	@$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)

@@ -55,3 +55,20 @@ def test_what_makes_no_sense_is_refused(grid, tmp_path, monkeypatch, arguments, 
     result = invoke(*(grid if part == "GRID" else part for part in arguments))
     assert result.exit_code == 2, result.output
     assert problem in result.stderr
+
+
+def test_the_demonstration_is_a_grid_of_every_selector_of_ours():
+    """What `make demo` runs: nothing of it is refused."""
+    from pathlib import Path
+
+    from sparsesel.config import RunConfig, build, load_file
+    from sparsesel.eval.selectors import resolve_selectors
+    from sparsesel.registry import registry
+
+    path = Path(__file__).parents[2] / "examples" / "demo.toml"
+    config = build(RunConfig, load_file(path), where=str(path))
+    named = {one.name for one in resolve_selectors(config.selectors, config.set).values()}
+    assert named == {name for name, found in registry().selectors.items() if found.distribution == "sparsesel"}
+    assert list(config.tasks) == ["perplexity", "niah"]
+    for name, fields in config.tasks.items():
+        registry().make_task(name, fields)
