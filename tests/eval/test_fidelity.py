@@ -21,6 +21,7 @@ from sparsesel.eval.tasks.perplexity import score
 from sparsesel.hf.inject import selectors_by_layer
 from sparsesel.kv import KVView
 from sparsesel.ops import sparse_attention
+from sparsesel.registry import registry
 from sparsesel.selector import SelectorState, Support, discover_and_aggregate
 
 LAYERS, HEADS, SUFFIX = 2, 4, 40
@@ -225,7 +226,7 @@ def test_a_run_reports(model_folder, text_file):
         contexts=[96],
         set={"topk": 8},
         texts=[str(text_file)],
-        suffix=SUFFIX,
+        suffix=16,
         documents=2,
     )
     assert len(results) == 8
@@ -245,7 +246,45 @@ def test_a_run_reports(model_folder, text_file):
     assert (kinds.count(Curves), kinds.count(HeatMap), kinds.count(Marks)) == (5, 6, 3)
     marks = next(figure for figure in section.figures if isinstance(figure, Marks) and "streaming" in figure.title)
     ((_, points),) = marks.groups
-    assert {x for x, y in points if y == 0} == {0, 1, *range(50, 56)}
+    assert {x for x, y in points if y == 0} == {0, 1, *range(74, 80)}
+
+
+SMALL = {
+    "quest": "quest,dense_layers=0,page_size=4",
+    "sparq": "sparq,rank=4,local_size=2",
+    "loki": "loki,rank=4",
+    "streaming_llm": "streaming_llm,sink_size=2",
+    "tokenselect": "tokenselect,sink_size=2,local_size=2",
+    "retopk": "retopk,similarity_threshold=0.5",
+}
+
+
+@pytest.fixture(scope="module")
+def fidelity_of(model_folder, text_file):
+    def measure(specs, **options):
+        common = {"contexts": [64], "set": {"topk": 8}, "texts": [str(text_file)], **options}
+        results = run("fidelity", str(model_folder), specs, **common)
+        return {result.selector: result.metrics for result in results}
+
+    return measure
+
+
+def test_every_selector_can_be_compared(fidelity_of):
+    specs = [SMALL.get(name, name) for name, found in registry().selectors.items() if found.distribution == "sparsesel"]
+    found = fidelity_of(specs, suffix=6)
+    assert len(found) >= 8
+    for spec, metrics in found.items():
+        assert 0 < metrics["recall"] <= 1, spec
+        assert metrics["density"] == 1 or metrics["retained_mass"] < 1, spec
+
+
+def test_backends_agree(fidelity_of):
+    eager, triton = (
+        fidelity_of([SMALL["retopk"]], suffix=2, contexts=[32], backend=name) for name in ("eager", "triton")
+    )
+    for metrics, same in zip(eager.values(), triton.values(), strict=True):
+        for name in (*MEASURES, "reuse_by_similarity", "support_map", "reuse_map"):
+            assert same[name] == (pytest.approx(metrics[name], abs=1e-5) if name in MEASURES else metrics[name])
 
 
 def test_without_lines_there_is_nothing_to_report():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from sparsesel.eval.shadow import Step
 
-SIMILARITY_BINS = (-1.0, 0.0, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
+SIMILARITY_BINS = (-1.0, 0.0, 0.5, 0.6, 0.7, 0.75, 0.8, 0.825, 0.85, 0.875, 0.9, 0.925, 0.95, 0.975, 1.0)
 """Edges of the bins of ρmax; each holds its lower one, the last both."""
 
 MAP_STEPS = 256
@@ -272,10 +272,10 @@ def _curves(context: int, rows: Sequence[Row]) -> list[Curves]:
             figures.append(
                 Curves(
                     f"{title.capitalize()} by ρmax, context {context}",
-                    "ρmax, cosine similarity of the nearest cached query (middle of its bin)",
+                    "ρmax, cosine to the nearest cached query (middle of its bin)",
                     title,
                     series,
-                    caption="Pairs of layer, head and step that took the reuse path; those of all documents.",
+                    caption="Pairs of layer, head and step that took the reuse path, of all documents.",
                 )
             )
     return figures
