@@ -68,7 +68,9 @@ class ReTopKSelector:
         """Keep the last queries. Their supports are built at the first decode step, once for all chunks."""
         state.insert_prefill(query, kv.lengths)
 
-    def similarity(self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: ReTopKState) -> Float[Tensor, "B Hq"]:
+    def best_similarity(
+        self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: ReTopKState
+    ) -> Float[Tensor, "B Hq"]:
         """ρmax that the coming step will find, -inf without an entry; for studies, no step asks for it."""
         current = query.detach()[:, :, 0]
         slots, found = state.recent(kv.lengths - 1, self.config.cache_size)

@@ -23,7 +23,7 @@ from sparsesel.selector import LayerSpec, Selector, StepCost, Support
 class ByMatching(Protocol):
     """A selector that compares the query with those of earlier steps, and can say how near the nearest is."""
 
-    def similarity(self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: Any) -> Float[Tensor, "B Hq"]:
+    def best_similarity(self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: Any) -> Float[Tensor, "B Hq"]:
         """The best cosine similarity that the coming step will find, -inf without any; leaves `state` alone."""
         ...
 
@@ -95,7 +95,7 @@ class Watched:
     ) -> Float[Tensor, "B Hq 1 D"]:
         """One decode step in its two parts, watched."""
         selector = self._selector
-        similarity = selector.similarity(query, kv, state)[0] if isinstance(selector, ByMatching) else None
+        similarity = selector.best_similarity(query, kv, state)[0] if isinstance(selector, ByMatching) else None
         before = state.counters.read()
         support = selector.discover(query, kv, state, scale=scale)
         output = selector.aggregate(query, kv, support, state, scale=scale)
