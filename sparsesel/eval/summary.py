@@ -121,9 +121,9 @@ class _Results:
         columns = [
             Column("tokens\nattended", values(lambda cost: cost.attended), 0),
             Column("MB read\nper step", values(lambda cost: cost.bytes_read / 1e6), 2, better="less"),
-            Column("MB of\nstate", values(lambda cost: cost.state_bytes / 1e6), 2, better="less"),
-            Column("dense\nlayers", values(lambda cost: cost.dense_layers), 0),
-            Column("×full\nmodelled", values(lambda cost: cost.over_full), 2, better="more"),
+            Column("MB of\nstate", values(lambda cost: cost.state_bytes / 1e6), 2, better="less", detail=True),
+            Column("dense\nlayers", values(lambda cost: cost.dense_layers), 0, detail=True),
+            Column("×full\nmodelled", values(lambda cost: cost.over_full), 2, better="more", detail=True),
             Column("×exact\nmodelled", values(lambda cost: cost.over_exact), 2, better="more"),
         ]
         return Table(f"Cost of a decode step at context {self._context}, modelled", names, columns, references)
