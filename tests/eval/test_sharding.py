@@ -1,8 +1,10 @@
 """Several processes measure one grid: the same results, no point twice, whatever is interrupted."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from hypothesis import given
@@ -100,3 +102,56 @@ def test_two_processes_give_the_results_of_one(model_folder, text_file, tmp_path
     kept = {bytes(raw) for raw in (tmp_path / "two" / RESULTS).read_bytes().splitlines(keepends=True)}
     assert set(lines[:4] + lines[6:9]) <= kept
     assert sorted(map(str, (essence(e) for e in read_results(tmp_path / "two")))) == sorted(map(str, one))
+
+
+# So slow that it is interrupted in the middle.
+SLOW = """
+import time
+from sparsesel.cli import main
+from sparsesel.eval.decode import Decoder
+
+step = Decoder.step
+
+def slowly(self, token):
+    time.sleep(0.05)
+    return step(self, token)
+
+Decoder.step = slowly
+main()
+"""
+
+
+def test_ctrl_c_under_torchrun_keeps_everything(model_folder, text_file, tmp_path):
+    from sparsesel.eval import run
+
+    (tmp_path / "slow.py").write_text(SLOW)
+    out = tmp_path / "out"
+    options = ["--model", model_folder, "--text", text_file, "--suffix", 6, "--documents", 10, "--context", 48]
+    options += ["--selector", "full", "--selector", "exact_topk,topk=8", "--backend", "eager", "--out", out]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = subprocess.Popen(
+        [*torchrun, str(tmp_path / "slow.py"), "eval", "perplexity", *map(str, options)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # a terminal sends its signal to all of a group
+    )
+    try:
+        parts = [out / f"results.rank{rank}.jsonl" for rank in range(2)]
+        deadline = time.monotonic() + 120
+        while not all(part.is_file() and part.read_bytes().count(b"\n") >= 2 for part in parts):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=60) != 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    kept = [bytes(line) for path in out.glob("results*.jsonl") for line in path.read_bytes().splitlines()]
+    assert 4 <= len(kept) < 20
+    specs = ["full", "exact_topk,topk=8"]
+    fields = {"suffix": 6, "documents": 10, "contexts": [48], "texts": [text_file], "backend": "eager"}
+    results = run("perplexity", str(model_folder), specs, out=out, **fields)
+    assert len({point_of(entry) for entry in results.lines}) == len(results) == 20
+    assert set(kept) <= set((out / RESULTS).read_bytes().splitlines())
