@@ -1,7 +1,7 @@
 """Draws `sparsesel.eval.figures` with matplotlib, the same each time, as PNG and as SVG whose text is text.
 
-Colours are Okabe and Ito's, which colour-blind people tell apart; markers and dashes tell the same, so that a figure
-can be read in print without colours.
+The first colours are Okabe and Ito's, which colour-blind people tell apart; markers and dashes tell the same, so that
+a figure can be read in print without colours.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ PAPER = "#ffffff"
 GRID = "#d9d9dd"
 GAP = "#dcdce0"
 
-_COLOURS = (INK, "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a4fa3")
-_PARTS = (*_COLOURS[1:], "#8a8f99")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
+_COLOURS = (INK, "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a4fa3", "#8c5a2b", "#8f9a00")
+_PARTS = (*_COLOURS[1:8], "#8a8f99")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
 _DASHES = ("-", "--", "-.", ":")
 _HATCHES = ("", "///", "\\\\\\", "xxx", "---", "|||", "+++", "//")
 _ON_DARK, _ON_LIGHT = "#fdfdfd", "#101010"  # numbers in the cells of a heat map, whatever the page's colours
@@ -354,12 +354,12 @@ class _Look:
 
 
 def _looks(names: Sequence[str], selectors: Sequence[str]) -> list[_Look]:
-    """The first selectors look the same everywhere, dashed where they are modelled.
+    """Selectors look the same everywhere, dashed where they are modelled.
 
     In a figure of anything else, series go by their order.
     """
     whose = [name.removesuffix(_MODELLED) for name in names]
-    known = set(whose) <= set(selectors[: len(_COLOURS)])
+    known = set(whose) <= set(selectors)
     looks: list[_Look] = []
     for order, (name, one) in enumerate(zip(names, whose, strict=True)):
         place = selectors.index(one) if known else order
