@@ -332,8 +332,9 @@ _NOTE = (
     "with the fastest and the slowest repeats instead. ×exact, ×full: speedups over these, by time where measured, "
     "by bytes where modelled. MB: what a step reads by design, with the paths taken and candidates counted; "
     "roofline: time that these bytes take at the bandwidth over the time measured. Stages are timed in steps of "
-    "their own; rest is what no kernel or operation takes: Python, or gaps between kernels. On a GPU times are the "
-    "device's own, without launching. Queries, keys and values are random; how often heads cannot reuse is set."
+    "their own, in which timing every operation takes time too, so that they may add up to more; rest is what no "
+    "kernel or operation takes: Python, or gaps between kernels. On a GPU times are the device's own, without "
+    "launching. Queries, keys and values are random; how often heads cannot reuse is set."
 )
 
 
@@ -442,7 +443,7 @@ def _stages(context: int, rows: Sequence[Row]) -> Table:
         Column(name.replace(" ", "\n"), [stages_of(row).get(name) for row in rows], 2) for name in _stage_names(rows)
     ]
     references = sum(row.is_reference for row in rows)
-    return Table(f"Stages of that time in ms, context {context}", [row.selector for row in rows], columns, references)
+    return Table(f"Stages of a step in ms, context {context}", [row.selector for row in rows], columns, references)
 
 
 def _bars(context: int, rows: Sequence[Row], caption: str) -> Bars:
