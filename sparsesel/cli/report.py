@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.progress import track
 
-from sparsesel.cli.console import out, print_differences, safe
+from sparsesel.cli.console import err, out, print_differences, safe
 from sparsesel.errors import InputError
 
 
@@ -33,7 +34,11 @@ def report(
     check_matplotlib()
     content = gather([Path(folder) for folder in folders])
     target = Path(folders[0]) / "report" if out_dir is None else Path(out_dir)
-    written = write(content, target)
+    written = write(
+        content,
+        target,
+        track=lambda figures: track(figures, "Drawing", console=err, transient=True, disable=not err.is_terminal),
+    )
     sections = [(part.task, shown.section) for part in content.parts for shown in part.shown]
     summary = [section for task, section in sections if not task] or [section for _, section in sections]
     silent = [section for _, section in sections if not (section.tables or section.figures) and section not in summary]

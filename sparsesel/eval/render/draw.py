@@ -118,6 +118,8 @@ def draw(figure: Figure, selectors: Sequence[str] = ()) -> Drawing:
                 _heat_map(canvas, figure)
             case Marks():
                 _marks(canvas, figure, selectors)
+        canvas.draw_without_rendering()
+        canvas.set_layout_engine("none")  # laid out once for both
         svg, png = io.BytesIO(), io.BytesIO()
         canvas.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
         canvas.savefig(png, format="png", metadata={"Software": None})

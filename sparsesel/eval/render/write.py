@@ -3,9 +3,10 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sparsesel.errors import InputError
 from sparsesel.eval.render.content import Content
@@ -26,8 +27,13 @@ class Written:
     count: int
 
 
-def write(content: Content, out: Path) -> Written:
+def write(content: Content, out: Path, *, track: Callable[[list[Any]], Iterable[Any]] = iter) -> Written:
     """Write a report into a folder, in the place of the one that it holds; other files there stay.
+
+    Args:
+        content: What to show.
+        out: Folder, made if it is not there.
+        track: Is given what takes time, to hand it on piece by piece and show how far it is.
 
     Raises:
         InputError: The folder cannot be written.
@@ -35,7 +41,7 @@ def write(content: Content, out: Path) -> Written:
     figures = out / "figures"
     try:
         figures.mkdir(parents=True, exist_ok=True)  # before the work: what cannot be is refused at once
-        drawings = {name: draw(figure, content.selectors) for name, figure in content.figures}
+        drawings = {name: draw(figure, content.selectors) for name, figure in track(content.figures)}
         _write_figures(figures, drawings)
         _replace(out / "report.md", markdown(content).encode())
         _replace(out / "report.html", page(content, drawings).encode())
