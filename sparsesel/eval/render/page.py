@@ -7,6 +7,7 @@ whose hashes it names.
 import base64
 import hashlib
 import html
+import itertools
 import json
 import math
 import re
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+from sparsesel.eval.figures import Figure
 from sparsesel.eval.render.columns import heading, marks
 from sparsesel.eval.render.content import Content, Entry, Part, Shown, Source, spread
 from sparsesel.eval.render.draw import Drawing
@@ -116,17 +118,20 @@ def _section(anchor: str, shown: Shown, drawings: Mapping[str, Drawing], inliner
     if _has_marks(section):
         parts.append(f'<p class="soft">{MARKED}</p>')
     parts += [f'<p class="note soft">{escape(note)}</p>' for note in section.notes]
-    parts.append('<div class="figures">')
-    for name, figure in shown.figures:
-        caption = f" {escape(figure.caption)}" if figure.caption else ""
-        drawing = inliner.inline(drawings[name].svg, printable(figure.title))
-        parts.append(
-            f'<figure><div class="plot" tabindex="0">{drawing}</div>'
-            f"<figcaption><b>{escape(figure.title)}.</b>{caption} "
-            f'<a href="figures/{name}.svg">SVG</a> <a href="figures/{name}.png">PNG</a></figcaption></figure>'
-        )
-    parts.append("</div>")
+    figures = [_figure(name, figure, drawings[name], inliner) for name, figure in shown.figures]
+    # Narrow ones, such as heat maps of a few columns, stand closer together.
+    for kind, group in itertools.groupby(figures, lambda figure: "wide" if 'class="wide"' in figure else "narrow"):
+        parts.append(f'<div class="figures {kind}">{"".join(group)}</div>')
     return "\n".join(parts)
+
+
+def _figure(name: str, figure: Figure, drawing: Drawing, inliner: Inliner) -> str:
+    title, caption = escape(figure.title), f" {escape(figure.caption)}" if figure.caption else ""
+    links = f'<a href="figures/{name}.svg">SVG</a> <a href="figures/{name}.png">PNG</a>'
+    return (
+        f'<figure><div class="plot" tabindex="0">{inliner.inline(drawing.svg, printable(figure.title))}</div>'
+        f"<figcaption><b>{title}.</b>{caption} {links}</figcaption></figure>"
+    )
 
 
 def _has_marks(section: Section) -> bool:
