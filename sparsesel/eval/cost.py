@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from sparsesel.config import MAX_COUNT, AnyConfig, LayeredConfig, SelectorConfig, spread_layers
+from sparsesel.eval.paths import Geometry, configs_by_layer, step_bytes
 from sparsesel.registry import registry
 
 if TYPE_CHECKING:
@@ -166,50 +167,34 @@ def cost_rows(config: CostConfig, selectors: Mapping[str, AnyConfig]) -> list[Co
     return rows
 
 
-def model_cost(model: Any, config: AnyConfig, context: int) -> dict[str, float]:
+def model_cost(model: Any, config: AnyConfig, context: int, metrics: Mapping[str, Any]) -> dict[str, float]:
     """The cost of one decode step in a loaded model, over the layers that a selector may serve; nothing is run.
 
-    What is written beside each result: `bytes_read` and `state_bytes` as in `CostRow`, `full_bytes` and `exact_bytes`
-    (what dense attention and exact Top-K at the same budget read), `attended`, `layers` and `dense_layers`.
+    What is written beside each result: `attended`, `dense_layers`, `bytes_read` and `state_bytes` as in `CostRow`, of
+    the selector's usual path; `step_bytes`, read with the paths and candidates that were counted; `full_bytes` and
+    `exact_bytes`, what dense attention and exact Top-K at the same budget read; and how many `layers` there are.
 
     Args:
         model: A Hugging Face model.
         config: The selector's; layers that it leaves out are dense.
         context: Visible keys.
+        metrics: What the run counted, as `sparsesel.eval.paths.step_bytes` takes it.
 
     Raises:
         InputError: The selector does not fit the model.
     """
-    from sparsesel.hf.layers import attention_layers
-    from sparsesel.selector import LayerSpec
-
-    geometry = model.config.get_text_config(decoder=True)
-    heads = geometry.num_attention_heads
-    indices = [layer.layer_idx for layer in attention_layers(model) if layer.is_full]
-    layers = [
-        LayerSpec(
-            layer_idx=layer_idx,
-            num_attention_heads=heads,
-            num_key_value_heads=getattr(geometry, "num_key_value_heads", None) or heads,
-            head_dim=getattr(geometry, "head_dim", None) or geometry.hidden_size // heads,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        for layer_idx in indices
-    ]
-    full = registry().make_config("full")
-    spread = (
-        spread_layers(config.layers, indices) if isinstance(config, LayeredConfig) else dict.fromkeys(indices, config)
-    )
-    configs = [spread.get(layer_idx, full) for layer_idx in indices]
+    geometry = Geometry.of(model.config, str(model.dtype).removeprefix("torch."))
+    layers, configs = geometry.specs(), configs_by_layer(config, geometry.layers)
+    full = [registry().make_selector("full")] * len(layers)
     own = _total(_each(registry().make_selector, configs), layers, context)
     return {
         "layers": len(layers),
         "dense_layers": own["dense_layers"],
         "attended": own["attended"],
         "bytes_read": own["bytes_read"],
+        "step_bytes": step_bytes(config, layers, context, metrics),
         "state_bytes": own["state_bytes"],
-        "full_bytes": _total(_each(registry().make_selector, [full] * len(layers)), layers, context)["bytes_read"],
+        "full_bytes": _total(full, layers, context)["bytes_read"],
         "exact_bytes": _total(_each(_exact_like, configs), layers, context)["bytes_read"],
     }
 

@@ -172,7 +172,6 @@ class Run:
             }
         )
         self._own: ResultStore | None = None
-        self._costs: dict[tuple[str, int], dict[str, Any]] = {}
         if self.shard.is_first:
             self.store = ResultStore(out)
         else:
@@ -350,7 +349,7 @@ class Run:
             **point._asdict(),
             "metrics": dict(metrics),
             "config": config.model_dump(mode="json"),
-            "provenance": self._provenance(point, case, config, model),
+            "provenance": self._provenance(point, metrics, case, config, model),
         }
         try:
             self._target.append(line)
@@ -361,17 +360,17 @@ class Run:
 
             raise MeasurementError(f"{point.task} with {point.selector}: metrics that are no JSON: {error}") from error
 
-    def _cost(self, config: AnyConfig, context: int, model: Any) -> dict[str, Any]:
+    @staticmethod
+    def _cost(model: Any, config: AnyConfig, context: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """What the selector's own account says of a step; it is no part of what is measured, so it stops nothing."""
-        key = (str(config), context)
-        if key not in self._costs:
-            try:
-                self._costs[key] = model_cost(model, config, context)
-            except Exception as error:
-                self._costs[key] = {"error": f"{type(error).__name__}: {error}"}
-        return self._costs[key]
+        try:
+            return model_cost(model, config, context, metrics)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
 
-    def _provenance(self, point: Point, case: Case, config: AnyConfig, model: Any) -> dict[str, Any]:
+    def _provenance(
+        self, point: Point, metrics: Mapping[str, Any], case: Case, config: AnyConfig, model: Any
+    ) -> dict[str, Any]:
         bos = self._setting.tokenizer.bos_token_id if case.tokens else None
         task = registry().get_task(point.task)
         parameters = {
@@ -388,7 +387,7 @@ class Run:
             "parameters": parameters,
             "data_sha256": self._data,
             "calibration_sha256": self._calibrations[str(config)],
-            "cost": None if model is None else self._cost(config, point.context, model),
+            "cost": None if model is None else self._cost(model, config, point.context, metrics),
             "prompt_sha256": hashlib.sha256(json.dumps(case.tokens).encode()).hexdigest(),
             "bos_count": case.tokens.count(bos) if bos is not None else 0,
             "truncation": case.truncation,

@@ -19,7 +19,7 @@ _NAMES = {"niah": "needles", "longbench": "LongBench"}
 
 @dataclass(frozen=True)
 class StepCost:
-    """A decode step by design, at the mix of paths that was measured.
+    """A decode step by design, with the paths and candidates that were counted.
 
     Attributes:
         attended: Keys attended per query head, measured where a line says so.
@@ -39,17 +39,13 @@ class StepCost:
 
 
 def step_cost(lines: Sequence[Line]) -> StepCost | None:
-    """What the lines of one selector at one context say of its cost, None if they say nothing.
-
-    Steps off the selector's usual path (ReTopK's exact ones, TokenSelect's misses) are counted as exact Top-K's.
-    """
-    known = [cost for line in lines if "bytes_read" in (cost := line["provenance"].get("cost") or {})]
+    """What the lines of one selector at one context say of its cost, None if they say nothing."""
+    known = [cost for line in lines if "step_bytes" in (cost := line["provenance"].get("cost") or {})]
     if not known:
         return None
-    cost, metrics = known[0], [line["metrics"] for line in lines]
-    off = _mean([_off_path(one) for one in metrics]) or 0.0
-    bytes_read = (1 - off) * cost["bytes_read"] + off * cost["exact_bytes"]
-    attended = _mean([one.get("attended") for one in metrics])
+    cost = known[0]  # but for the paths that were counted, they are the same
+    bytes_read = statistics.fmean(one["step_bytes"] for one in known)
+    attended = _mean([line["metrics"].get("attended") for line in lines])
     return StepCost(
         attended=cost["attended"] if attended is None else attended,
         bytes_read=bytes_read,
@@ -90,8 +86,10 @@ class _Results:
         self._context = lines[0]["context"]
         self._label = f"{self._context // 1024}K" if self._context % 1024 == 0 else str(self._context)
         self._rows = rows
-        # What `latency` times may have another geometry than the model.
-        modelled = [line for line in lines if line["task"] != "latency"]
+        # Of the paths that tasks counted, those of perplexity: every selector decodes the same tokens there. What
+        # `latency` times may have another geometry than the model.
+        counted = [line for line in lines if line["task"] == "perplexity"]
+        modelled = counted or [line for line in lines if line["task"] != "latency"]
         self.costs = [step_cost([line for line in modelled if line["selector"] == row.selector]) for row in rows]
 
     def perplexities(self) -> list[Column]:
@@ -176,8 +174,8 @@ class _Results:
             notes.append(f"×exact: attention's time with exact_topk over the selector's, {where}.")
         if any(self.costs):
             notes.append(
-                "modelled: ratios of the bytes that a step reads by the selectors' own accounts, nothing is timed. "
-                "Steps off a selector's usual path, as many as were measured, count as those of exact top-k."
+                "modelled: ratios of the bytes that a step reads by the selectors' own accounts, with the paths and "
+                "candidates that were counted; nothing is timed."
             )
         broken = [
             f"The cost of {line['selector']} is not known: {cost['error']}."
@@ -232,15 +230,6 @@ def macro_score(lines: Sequence[Line], names: Sequence[str]) -> float | None:
         parameters = line["provenance"].get("parameters", {})
         cells.setdefault(tuple(parameters.get(name) for name in names), []).append(line["metrics"]["score"])
     return _mean([statistics.fmean(scores) for scores in cells.values()])
-
-
-def _off_path(metrics: Mapping[str, object]) -> float | None:
-    """Share of steps off a selector's usual path, None where a line does not say."""
-    for name, usual in (("miss_share", "hit_share"), ("exact_share", "reuse_share")):
-        share = metrics.get(name)
-        if isinstance(share, float | int) and metrics.get(usual) is not None:
-            return share
-    return None
 
 
 def _mean(values: Sequence[object]) -> float | None:

@@ -27,9 +27,10 @@ def test_it_is_the_cost_of_the_models_geometry(model, spec):
     layered = LayeredConfig(layers={"1": make_config("retopk,topk=8")})
     config = layered if spec == "layers" else make_config(spec)
     (row,) = cost_rows(GEOMETRY, {"it": config})
-    cost = model_cost(model, config, 64)
+    cost = model_cost(model, config, 64, {})
     assert [cost[name] for name in FIELDS] == pytest.approx([getattr(row, name) for name in FIELDS])
     assert cost["layers"] == 2
+    assert cost["step_bytes"] == pytest.approx(cost["bytes_read"])  # nothing was counted
     assert cost["full_bytes"] / cost["bytes_read"] == pytest.approx(row.speedup_full)
     assert cost["exact_bytes"] / cost["bytes_read"] == pytest.approx(row.speedup_exact)
 
@@ -45,10 +46,18 @@ def test_every_line_has_it_and_unequal_budgets_are_marked(model, model_folder, t
     result = evaluate(model_folder, text_file, tmp_path / "out", *specs)
     assert result.exit_code == 0, result.output
     for line in read_results(tmp_path / "out"):
-        assert line["provenance"]["cost"] == model_cost(model, make_config(line["selector"]), 64)
+        assert line["provenance"]["cost"] == model_cost(model, make_config(line["selector"]), 64, line["metrics"])
     marked = " ".join(result.stdout.split())
     assert "Unequal budgets in perplexity at 64: topk 8 for exact_topk,topk=8; topk 16 for retopk,topk=16." in marked
     assert "Unequal budgets" not in evaluate(model_folder, text_file, tmp_path / "alike", *specs[:4]).stdout
+
+
+def test_paths_that_were_counted_change_what_a_step_reads(model):
+    config = make_config("retopk,topk=4")
+    always, never = {"exact_share": 0.0, "reuse_share": 1.0}, {"exact_share": 1.0, "reuse_share": 0.0}
+    costs = [model_cost(model, config, 64, counted) for counted in (always, never)]
+    assert costs[0]["step_bytes"] == pytest.approx(costs[0]["bytes_read"])
+    assert costs[1]["step_bytes"] >= costs[1]["exact_bytes"]
 
 
 def test_an_account_that_fails_loses_no_result(model_folder, text_file, tmp_path, monkeypatch):

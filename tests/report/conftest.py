@@ -44,6 +44,7 @@ def make_line(task, selector, context, document, metrics, parameters=None, **pro
     place = SELECTORS.get(selector, {"name": selector})
     dense = 23e3 * context
     read = {"full": dense, "exact_topk": dense / 1.9, "streaming_llm": 4e6, "tokenselect": 6e6}
+    counted = 1 + 0.5 * document if place["name"] == "retopk" else 1  # paths differ between documents
     return {
         "task": task,
         "selector": selector,
@@ -59,7 +60,8 @@ def make_line(task, selector, context, document, metrics, parameters=None, **pro
                 "layers": 4,
                 "dense_layers": 2 if selector.startswith("quest") else 0,
                 "attended": place.get("topk", context),
-                "bytes_read": read.get(place["name"], dense / 8 + 1e5 * len(selector)),
+                "bytes_read": 1.0,
+                "step_bytes": read.get(place["name"], dense / 8 + 1e5 * len(selector)) * counted,
                 "state_bytes": 8e3 * context if place["name"] in ("retopk", "loki", "sparq") else 0,
                 "full_bytes": dense,
                 "exact_bytes": dense / 1.9,

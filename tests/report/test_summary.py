@@ -55,26 +55,22 @@ def test_needles_are_a_mean_of_cells_and_not_of_lines(lines):
     assert cells(section, "needles 2K")["quest,topk=128"] == pytest.approx(macro_score(own, names))
 
 
-def test_the_modelled_speedup_counts_the_steps_off_the_usual_path(lines):
+def test_the_modelled_speedup_is_that_of_the_paths_counted_in_perplexity(lines):
     own = [e for e in lines if (e["task"], e["context"]) == ("perplexity", 1024) and e["selector"].startswith("retopk")]
-    cost = own[0]["provenance"]["cost"]
+    costs = [line["provenance"]["cost"] for line in own]
+    read = sum(cost["step_bytes"] for cost in costs) / 2
+    assert costs[0]["step_bytes"] != costs[1]["step_bytes"]
     found = step_cost(own)
     assert found is not None
-    read = 0.75 * cost["bytes_read"] + 0.25 * cost["exact_bytes"]  # a quarter of the steps was exact
     assert found.bytes_read == pytest.approx(read)
-    assert found.over_exact == pytest.approx(cost["exact_bytes"] / read)
-    assert found.over_full == pytest.approx(cost["full_bytes"] / read)
-    (section,) = summary(lines)
+    assert found.over_exact == pytest.approx(costs[0]["exact_bytes"] / read)
+    assert found.over_full == pytest.approx(costs[0]["full_bytes"] / read)
+    (section,) = summary(lines)  # with the lines of niah, whose documents took other paths
     assert cells(section, "×exact 1K modelled")["retopk,topk=128"] == pytest.approx(found.over_exact)
     assert cells(section, "×exact 1K modelled")["exact_topk,topk=128"] == pytest.approx(1)
     assert "nothing is timed" in " ".join(section.notes)
-
-
-def test_a_miss_counts_as_a_step_of_exact_topk(lines):
-    own = [e for e in lines if (e["task"], e["context"]) == ("perplexity", 1024) and "tokenselect" in e["selector"]]
-    cost, found = own[0]["provenance"]["cost"], step_cost(own)
-    assert found is not None
-    assert found.bytes_read == pytest.approx(0.9 * cost["bytes_read"] + 0.1 * cost["exact_bytes"])
+    (needles,) = summary([line for line in lines if line["task"] == "niah"])
+    assert cells(needles, "×exact 1K modelled")["retopk,topk=128"] < found.over_exact
 
 
 def test_measured_speed_takes_the_place_of_modelled_speed_and_names_the_device(lines):
