@@ -4,7 +4,9 @@ import json
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
+from sparsesel.errors import InputError
 from sparsesel.eval.report import Line, budget_of
+from sparsesel.registry import registry
 
 # Of the whole run: provenance key, and what it is called.
 _RUN = {
@@ -42,8 +44,16 @@ def _within_cases(lines: Sequence[Line]) -> list[str]:
 def _budgets(lines: Sequence[Line]) -> Iterable[tuple[str, str]]:
     budgets = _grouped(lines, lambda line: budget_of(line["config"]))
     budgets.pop(None, None)
-    if len(budgets) > 1:
+    if len(budgets) > 1 and not _varies_budgets(lines[0]["task"]):
         yield "budgets", "; ".join(f"topk {budget} for {_selectors(own)}" for budget, own in budgets.items())
+
+
+def _varies_budgets(task: str) -> bool:
+    """Whether a task does on purpose; one that is not installed does not say so."""
+    try:
+        return registry().task_class(task).varies_budgets
+    except InputError:
+        return False
 
 
 def _documents(lines: Sequence[Line]) -> Iterable[tuple[str, str]]:

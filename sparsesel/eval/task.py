@@ -132,10 +132,12 @@ class Task(abc.ABC, Generic[ConfigT]):
             `selectors`, and is run without any.
         needs_model: Whether the model is run. Of one that is not, `bench.model` and `bench.tokenizer` may be None, and
             contexts may be longer than the model's positions.
+        varies_budgets: Whether it compares budgets on purpose; otherwise results of unequal ones are marked.
     """
 
     needs_selectors: ClassVar[bool] = True
     needs_model: ClassVar[bool] = True
+    varies_budgets: ClassVar[bool] = False
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config

@@ -36,6 +36,12 @@ def test_an_unequal_budget_is_marked_with_who_has_which(lines):
         assert "full" not in note  # it has no budget
 
 
+def test_a_task_may_compare_budgets(lines):
+    made = [{**line, "task": "sensitivity"} for line in lines if line["task"] == "perplexity"]
+    made[0] = {**made[0], "config": {"name": "full", "topk": 7}}
+    assert not [note for note in differences(made) if "budgets" in note]
+
+
 @pytest.mark.parametrize(
     ("what", "key", "value"),
     [

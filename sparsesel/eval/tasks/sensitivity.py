@@ -57,6 +57,8 @@ class SensitivityConfig(PerplexityConfig):
 class Sensitivity(Sweep):
     """Documents as in the task `perplexity`; the paper's sweeps of K, C, R, tau, Tr and W/C."""
 
+    varies_budgets = True
+
     def __init__(self, config: SensitivityConfig) -> None:
         super().__init__(config)
         self._values = config.values
