@@ -145,3 +145,40 @@ def test_it_runs_from_python_and_resumes(model_folder, tmp_path):
             **{**fields, "max_new_tokens": {"single": 5}},
             **options,
         )
+
+
+def line(selector, variant, trial, context, score):
+    parameters = {
+        "variant": variant,
+        "haystack": "noise",
+        "trial": trial,
+        "depth": round(depth_of(trial) / (DEPTHS - 1), 4),
+    }
+    return {
+        "task": "niah",
+        "selector": selector,
+        "context": context,
+        "document": trial,
+        "metrics": {"score": score, "density": 1.0, "ms_per_step": 1.0},
+        "config": {"name": selector},
+        "provenance": {"parameters": parameters, "model": "m@0", "backend": "eager", "device": "cpu"},
+    }
+
+
+def test_a_heat_map_shows_each_depth_of_each_context():
+    lines = [line("full", "single", trial, context, 1.0) for trial in range(40) for context in (2048, 1024)]
+    lines += [line("quest", "single", trial, 1024, float(depth_of(trial) < 8)) for trial in range(20)]
+    (section,) = Niah.report(lines)
+    full, quest = section.figures
+    assert [figure.title for figure in section.figures] == ["full: single", "quest: single"]
+    assert full.x == ["1024", "2048"]
+    assert full.values == [[1.0, 1.0]] * 10
+    assert quest.y[0] == "0–10"
+    assert [row[0] for row in quest.values] == [1.0, 1.0] + [0.0] * 8
+    assert (quest.low, quest.high) == (0.0, 1.0)
+
+
+def test_a_place_without_trials_is_empty():
+    (section,) = Niah.report([line("full", "multikey", 0, 1024, 0.5)])
+    assert [row[0] for row in section.figures[0].values] == [0.5] + [None] * 9
+    assert section.tables[0].columns[0].heading == "multikey\nnoise"
