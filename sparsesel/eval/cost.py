@@ -170,9 +170,10 @@ def cost_rows(config: CostConfig, selectors: Mapping[str, AnyConfig]) -> list[Co
 def model_cost(model: Any, config: AnyConfig, context: int, metrics: Mapping[str, Any]) -> dict[str, float]:
     """The cost of one decode step in a loaded model, over the layers that a selector may serve; nothing is run.
 
-    What is written beside each result: `attended`, `dense_layers`, `bytes_read` and `state_bytes` as in `CostRow`, of
-    the selector's usual path; `step_bytes`, read with the paths and candidates that were counted; `full_bytes` and
-    `exact_bytes`, what dense attention and exact Top-K at the same budget read; and how many `layers` there are.
+    What is written beside each result: `attended`, `bytes_read` and `state_bytes` as in `CostRow`, of the selector's
+    usual path; `step_bytes`, read with the paths and candidates that were counted; `full_bytes` and `exact_bytes`,
+    what dense attention and exact Top-K at the same budget read; how many `layers` there are, and how many
+    `dense_layers` among them attend to everything.
 
     Args:
         model: A Hugging Face model.
@@ -186,10 +187,14 @@ def model_cost(model: Any, config: AnyConfig, context: int, metrics: Mapping[str
     geometry = Geometry.of(model.config, str(model.dtype).removeprefix("torch."))
     layers, configs = geometry.specs(), configs_by_layer(config, geometry.layers)
     full = [registry().make_selector("full")] * len(layers)
-    own = _total(_each(registry().make_selector, configs), layers, context)
+    made = _each(registry().make_selector, configs)
+    own = _total(made, layers, context)
+    attended = [selector.cost(layer, context).attended for selector, layer in zip(made, layers, strict=True)]
     return {
         "layers": len(layers),
-        "dense_layers": own["dense_layers"],
+        "dense_layers": sum(
+            one.cost(layer, context).attended >= context for one, layer in zip(made, layers, strict=True)
+        ),
         "attended": own["attended"],
         "bytes_read": own["bytes_read"],
         "step_bytes": step_bytes(config, layers, context, metrics),

@@ -25,7 +25,7 @@ class StepCost:
         attended: Keys attended per query head, measured where a line says so.
         bytes_read: In all layers.
         state_bytes: Kept beside the KV cache.
-        dense_layers: How many attend to everything although the budget is smaller.
+        dense_layers: How many attend to everything.
         over_full: What dense attention reads over `bytes_read`.
         over_exact: What exact Top-K reads at the same budget over `bytes_read`.
     """

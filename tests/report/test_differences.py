@@ -36,6 +36,17 @@ def test_an_unequal_budget_is_marked_with_who_has_which(lines):
         assert "full" not in note  # it has no budget
 
 
+def test_a_selector_that_attends_to_more_than_its_budget_is_marked(lines):
+    made = copy.deepcopy(lines)
+    for line in made:
+        if line["selector"].startswith("quest") and line["context"] == 2048:
+            line["metrics"]["attended"] = 256.4
+    assert differences(made) == [
+        "Unequal numbers of tokens attended in perplexity at 2048 and niah at 2048: quest,topk=128 attended 256 at "
+        "topk 128."
+    ]
+
+
 def test_a_task_may_compare_budgets(lines):
     made = [{**line, "task": "sensitivity"} for line in lines if line["task"] == "perplexity"]
     made[0] = {**made[0], "config": {"name": "full", "topk": 7}}
