@@ -192,9 +192,7 @@ def model_cost(model: Any, config: AnyConfig, context: int, metrics: Mapping[str
     attended = [selector.cost(layer, context).attended for selector, layer in zip(made, layers, strict=True)]
     return {
         "layers": len(layers),
-        "dense_layers": sum(
-            one.cost(layer, context).attended >= context for one, layer in zip(made, layers, strict=True)
-        ),
+        "dense_layers": sum(one >= context for one in attended),
         "attended": own["attended"],
         "bytes_read": own["bytes_read"],
         "step_bytes": step_bytes(config, layers, context, metrics),
