@@ -30,7 +30,7 @@ DEPTHS = 40
 Variant = Literal["single", "multikey", "multivalue"]
 Haystack = Literal["noise", "prose"]
 
-_NEW_TOKENS = {"single": 32, "multikey": 32, "multivalue": 96}
+_NEW_TOKENS = {"single": 24, "multikey": 24, "multivalue": 96}
 _BANDS = 10  # of depths, in heat maps: one for every four points
 _SEVERAL = 4  # keys of multikey, values of multivalue
 # Haystacks among which one that fits exactly is sought: characters more or less, and characters left out before.
@@ -39,7 +39,7 @@ _SHIFTS = 50
 
 _NOISE = (
     "The kettle is warm. The road bends to the east. A cart waits by the gate. Rain is on its way. The shutters are "
-    "closed, and the lamps are lit. Someone will sweep the yard tomorrow. "
+    "closed, and the lamps are lit. Someone will sweep the yard tomorrow.\n"
 )
 # Common words, each of one token in most vocabularies: names that a small model can tell apart.
 _FIRST = [
@@ -110,7 +110,7 @@ _QUESTIONS = {
     "one": ("\n\nWhat is the locker code of the {key}?", "The locker code of the {key} is"),
     "all": (
         "\n\nWhat are all {count} locker codes of the {key} that the text names?",
-        "All locker codes of the {key}:\n\n-",
+        "The text names {count} locker codes of the {key}:\n\n1. The locker code of the {key} is",
     ),
 }
 _MARK = "\ue000"  # stands for the haystack while a chat template is filled; no text has it
@@ -384,7 +384,8 @@ def _tokens(tokenizer: Any, frame: tuple[str, str, bool], hidden: Needles, hayst
         parts += [haystack[begin:end].rstrip(), sentence]
         begin = end
     parts.append(haystack[begin:].rstrip())
-    return tuple(encode(tokenizer, before + " ".join(part for part in parts if part) + after, special=not special))
+    between = "\n" if "\n" in haystack else " "  # noise comes in lines, prose does not
+    return tuple(encode(tokenizer, before + between.join(part for part in parts if part) + after, special=not special))
 
 
 def _after_sentence(text: str, position: int) -> int:
