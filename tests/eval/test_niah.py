@@ -46,7 +46,7 @@ def test_prompt_and_answer_fill_the_context_exactly(tokenizers, which, context):
         for _, sentence in hidden.needles:
             assert text.count(sentence) == 1
         assert all(value in text for value in case.values)
-        assert text.endswith(f"The locker code of the {hidden.key} is")
+        assert text.endswith((f"The locker code of the {hidden.key} is", f"locker codes of the {hidden.key}:\n\n1."))
         assert text.startswith({"plain": "Some locker", "bos": "<s>", "chat": "<s>user\n"}[which])
 
 

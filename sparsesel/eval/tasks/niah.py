@@ -105,14 +105,16 @@ _SECOND = [
 
 _INTRO = "Some locker codes are hidden in the following text. Keep them in mind; they will be asked for.\n\n"
 _NEEDLE = "The locker code of the {key} is {value}."
-# The answer begins in the words of a needle: what is measured is finding it, not following instructions.
+# How the answer begins is given: what is measured is finding numbers, not following instructions. Several are listed in
+# the form in which a small model names most of them: sentences after noise, which comes in lines, numbers after prose.
 _QUESTIONS = {
     "one": ("\n\nWhat is the locker code of the {key}?", "The locker code of the {key} is"),
     "all": (
         "\n\nWhat are all {count} locker codes of the {key} that the text names?",
-        "The text names {count} locker codes of the {key}:\n\n1. The locker code of the {key} is",
+        "The text names {count} locker codes of the {key}:\n\n1.",
     ),
 }
+_AFTER_LINES = " The locker code of the {key} is"
 _MARK = "\ue000"  # stands for the haystack while a chat template is filled; no text has it
 
 
@@ -275,7 +277,7 @@ class Niah(Task[NiahConfig]):
 
     def _least(self, setting: Setting, variant: Variant) -> int:
         """The smallest context that holds a variant's needles, whichever they are."""
-        frame = _frame(setting.tokenizer, hide(variant, 0, ""))
+        frame = _frame(setting.tokenizer, hide(variant, 0, ""), lines=True)
         longest = max(len(encode(setting.tokenizer, " " + word)) for word in (*_FIRST, *_SECOND))
         hidden = hide(variant, 0, "")
         spare = (len(hidden.needles) + 2) * 2 * longest  # other words may take more tokens than those of trial 0
@@ -330,7 +332,7 @@ def fill(tokenizer: Any, hidden: Needles, straw: str, offset: float, size: int) 
     Raises:
         InputError: No length of the haystack gives exactly that many.
     """
-    frame = _frame(tokenizer, hidden)
+    frame = _frame(tokenizer, hidden, lines="\n" in straw)
     begin = _after_sentence(straw, round(offset * len(straw)))
     straw = straw[begin:] + straw[:begin]
 
@@ -366,9 +368,11 @@ def _straw(setting: Setting, haystack: Haystack, trial: int) -> tuple[str, str]:
     return " ".join(text.content.replace(_MARK, "").split()) + " ", text.name
 
 
-def _frame(tokenizer: Any, hidden: Needles) -> tuple[str, str, bool]:
+def _frame(tokenizer: Any, hidden: Needles, *, lines: bool) -> tuple[str, str, bool]:
     """What comes before and after the haystack, and whether that holds the special tokens already."""
     question, begun = _QUESTIONS["one" if len(hidden.values) == 1 else "all"]
+    if lines and len(hidden.values) > 1:
+        begun += _AFTER_LINES
     count = {1: "one", 4: "four"}[len(hidden.values)]
     question, begun = (part.format(key=hidden.key, count=count) for part in (question, begun))
     return chat_frame(tokenizer, _INTRO, _MARK, question, begun)
