@@ -84,7 +84,7 @@ class LmEval(Task[LmEvalConfig]):
                 "tasks",
                 expected="names of tasks of lm-evaluation-harness, each once",
                 got=", ".join(names) or "none",
-                remedy='Name them: --tasks "[gsm8k]".',
+                remedy="Name them: --tasks gsm8k.",
             )
         if path is not None and not Path(path).is_dir():
             raise InputError(
