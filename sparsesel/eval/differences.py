@@ -28,18 +28,24 @@ _LONGEST = 60  # characters of a value
 def differences(lines: Sequence[Line]) -> list[str]:
     """A sentence for each way in which `lines` were not measured alike, most weighty first; none if they were.
 
-    Compared within a task and context: budgets, tokens attended, documents, prompts by their hash, parameters of the
-    task. Compared over all lines: models, texts, devices, backends, seeds, versions, commits, and what a selector's
-    name stands for.
+    Compared within a task and context: budgets, documents, prompts by their hash, parameters of the task. Compared with
+    its budget: what a selector attended to. Compared over all lines: models, texts, devices, backends, seeds, versions,
+    commits, and what a selector's name stands for.
     """
-    return [*_within_cases(lines), *_within_runs(lines), *_configurations(lines), *_uncommitted(lines)]
+    return [
+        *_within_cases(lines),
+        *_attended(lines),
+        *_within_runs(lines),
+        *_configurations(lines),
+        *_uncommitted(lines),
+    ]
 
 
 def _within_cases(lines: Sequence[Line]) -> list[str]:
     """What differs between the selectors of one task and context; what differs alike in several is said once."""
     found: dict[tuple[str, str], list[str]] = {}
     for (task, context), own in _grouped(lines, lambda line: (line["task"], line["context"])).items():
-        for what, how in (*_budgets(own), *_attended(own), *_documents(own), *_prompts(own), *_parameters(own)):
+        for what, how in (*_budgets(own), *_documents(own), *_prompts(own), *_parameters(own)):
             found.setdefault((what, how), []).append(f"{task} at {context}")
     return [f"Unequal {what} in {_listed(places)}: {how}." for (what, how), places in found.items()]
 
@@ -49,18 +55,6 @@ def _budgets(lines: Sequence[Line]) -> Iterable[tuple[str, str]]:
     budgets.pop(None, None)
     if len(budgets) > 1 and not _varies_budgets(lines[0]["task"]):
         yield "budgets", "; ".join(f"topk {budget} for {_selectors(own)}" for budget, own in budgets.items())
-
-
-def _attended(lines: Sequence[Line]) -> Iterable[tuple[str, str]]:
-    """Selectors that attend to more than their budget, in layers that stay dense for example."""
-    more: list[str] = []
-    for selector, own in _grouped(lines, lambda line: line["selector"]).items():
-        budget = budget_of(own[0]["config"])
-        counted = [one for line in own if isinstance(one := line["metrics"].get("attended"), int | float)]
-        if isinstance(budget, int) and counted and (mean := statistics.fmean(counted)) > _SLACK * budget:
-            more.append(f"{selector} attended {mean:.0f} at topk {budget}")
-    if more:
-        yield "numbers of tokens attended", _listed(more)
 
 
 def _varies_budgets(task: str) -> bool:
@@ -101,6 +95,21 @@ def _parameters(lines: Sequence[Line]) -> Iterable[tuple[str, str]]:
             if len(values) > 1 and name not in told:
                 told.add(name)
                 yield name, "; ".join(f"{_short(value)} for {_selectors(group)}" for value, group in values.items())
+
+
+def _attended(lines: Sequence[Line]) -> Iterable[str]:
+    """Selectors that attend to more than their budget, in layers that stay dense for example."""
+    more: dict[str, float] = {}
+    for (selector, _, _), own in _grouped(
+        lines, lambda line: (line["selector"], line["task"], line["context"])
+    ).items():
+        budget = budget_of(own[0]["config"])
+        counted = [one for line in own if isinstance(one := line["metrics"].get("attended"), int | float)]
+        if isinstance(budget, int) and counted and (share := statistics.fmean(counted) / budget) > _SLACK:
+            more[selector] = max(share, more.get(selector, 0.0))
+    if more:
+        most = [f"{selector} up to {share:.1f} times" for selector, share in more.items()]
+        yield f"More tokens attended than topk: {_listed(most)}."
 
 
 def _within_runs(lines: Sequence[Line]) -> Iterable[str]:

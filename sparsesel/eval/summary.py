@@ -132,7 +132,7 @@ class _Results:
         ratios = self._each(rows, lambda row: ratio(row, reference_of(row, rows.values(), "full")))
         caption = (
             f"Context {self._context}. Quality is measured; bytes are modelled: every selector's own account of a "
-            "step, at the mix of paths that was measured. The line joins selectors that no other beats in both."
+            "step, with the paths and candidates that were counted. The line joins what nothing else beats in both."
         )
         kinds = [
             ("Perplexity against bytes read", "perplexity ÷ full", ratios, False),
