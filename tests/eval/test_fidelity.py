@@ -1,6 +1,7 @@
 """Each step beside exact and full attention: what is compared is right, and the model goes on as it would alone."""
 
 import itertools
+import os
 import types
 
 import numpy as np
@@ -289,3 +290,15 @@ def test_backends_agree(fidelity_of):
 
 def test_without_lines_there_is_nothing_to_report():
     assert Fidelity.report([]) == []
+
+
+@pytest.mark.model
+@pytest.mark.skipif("SPARSESEL_BOOKS" not in os.environ, reason="SPARSESEL_BOOKS names no folder with emma.txt")
+def test_the_first_chapter_of_emma():
+    book = os.path.join(os.environ["SPARSESEL_BOOKS"], "emma.txt")
+    common = {"contexts": [2048], "texts": [book], "skip_chars": 3000, "suffix": 256}
+    (result,) = run("fidelity", "smollm2-135m", ["retopk,topk=128"], **common)
+    # Means over all pairs, those of exact paths among them.
+    figures = {"recall": 0.860, "retained_mass": 0.895, "output_cosine": 0.989, "exact_share": 0.283}
+    for name, expected in figures.items():
+        assert result.metrics[name] == pytest.approx(expected, abs=0.005), name

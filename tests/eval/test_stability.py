@@ -162,7 +162,7 @@ def test_a_run_reports(model_folder, text_file):
     assert by_name["retopk,similarity_threshold=0.3,refresh_interval=5"]["refresh_share"] > 0
     assert by_name["retopk,similarity_threshold=0.3,refresh_interval=0"]["refresh_share"] == 0
     (section,) = results.report()
-    (table,) = section.tables
+    table, _ = section.tables
     assert list(table.rows)[:2] == ["full", "exact_topk,topk=8"]
     change = dict(zip(table.rows, table.columns[1].values, strict=True))
     assert change["exact_topk,topk=8"] == 0

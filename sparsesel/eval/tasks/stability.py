@@ -128,7 +128,7 @@ class Stability(Task[StabilityConfig]):
         tables: list[Table] = []
         figures: list[Curves] = []
         for context, rows in rows_by_context(lines).items():
-            tables.append(_table(context, rows))
+            tables += _tables(context, rows)
             figures += _curves(context, rows)
         return [Section("Stability", tables, about(lines), _notes(lines), figures)]
 
@@ -258,28 +258,29 @@ def _change(row: Row, reference: Row | None, *, running: bool = False) -> list[f
     return [math.expm1((a - b) / count) for a, b, count in zip(mine, theirs, counts, strict=True)]
 
 
-def _table(context: int, rows: Sequence[Row]) -> Table:
+def _tables(context: int, rows: Sequence[Row]) -> list[Table]:
     exact = [reference_of(row, rows, _EXACT) for row in rows]
     changes = [_change(row, reference) for row, reference in zip(rows, exact, strict=True)]
     running = [_change(row, reference, running=True) for row, reference in zip(rows, exact, strict=True)]
     ratios = [ratio(row, reference) for row, reference in zip(rows, exact, strict=True)]
     documents = max(len(row.lines) for row in rows)
     metrics = next(iter(rows[0].lines.values()))["metrics"]
-    return Table(
-        f"Stability, context {context}: {documents} document{'s' * (documents > 1)}, the last {metrics['tokens']} "
-        f"tokens of each by bins of {metrics['bin_size']}; %",
-        [row.selector for row in rows],
-        [
-            Column("PPL", [perplexity(row.lines.values()) for row in rows], 3, better="less"),
-            Column("ΔPPL", [None if one is None else one - 1 for one in ratios], 2, percent=True, better="less"),
-            Column("worst\nup to", [_largest(one) for one in running], 2, percent=True, better="less"),
-            Column("last\nbin", [one[-1] if one else None for one in changes], 2, percent=True),
-            Column("KL", [row.mean("kl") for row in rows], 4, better="less"),
-            Column("same\ntoken", [row.mean("agreement") for row in rows], 1, percent=True, better="more"),
-            *(column for column in work_columns(rows) if any(value is not None for value in column.values)),
-        ],
-        sum(row.is_reference for row in rows),
-    )
+    names, references = [row.selector for row in rows], sum(row.is_reference for row in rows)
+    columns = [
+        Column("PPL", [perplexity(row.lines.values()) for row in rows], 3, better="less"),
+        Column("ΔPPL", [None if one is None else one - 1 for one in ratios], 2, percent=True, better="less"),
+        Column("worst\nup to", [_largest(one) for one in running], 2, percent=True, better="less"),
+        Column("last\nbin", [one[-1] if one else None for one in changes], 2, percent=True),
+        Column("KL", [row.mean("kl") for row in rows], 4, better="less"),
+        Column("same\ntoken", [row.mean("agreement") for row in rows], 1, percent=True, better="more"),
+    ]
+    work = [column for column in work_columns(rows) if any(value is not None for value in column.values)]
+    where = f"context {context}, {documents} document{'s' * (documents > 1)}"
+    decoded = f"the last {metrics['tokens']} tokens of each by bins of {metrics['bin_size']}"
+    return [
+        Table(f"Stability, {where}: {decoded}; changes and same tokens in %", names, columns, references),
+        Table(f"Work in teacher-forced steps, {where}; shares in %", names, work, references),
+    ]
 
 
 def _largest(values: Sequence[float | None]) -> float | None:
