@@ -191,3 +191,29 @@ def test_it_runs_and_resumes(folder, model_folder, tmp_path):
     (folder / "hotpotqa.jsonl").write_text(json.dumps(record(0, answers=["two"])) + "\n")
     with pytest.raises(InputError, match="longbench_sha256"):
         run("longbench", str(model), specs, questions=1, **fields, **options)
+
+
+def test_online_it_is_read_from_where_the_harness_reads_it(monkeypatch):
+    datasets, asked = pytest.importorskip("datasets"), []
+
+    def load(path, name, split):
+        asked.append((path, name, split))
+        return [{"question": "Which?", "context": "A text.", "answers": ["this"], "_id": "x"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    online = LongBench(LongBenchConfig())
+    given = setting(online=True)
+    assert len(list(online.points(given))) == 3
+    assert asked == [harness(subset).dataset for subset in SUBSETS]
+    assert online.parameters(given, 900, 0)["id"] == "x"
+
+
+def test_a_hub_that_cannot_be_reached_is_said(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def fail(*_, **__):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(InputError, match="no route.*--folder"):
+        list(LongBench(LongBenchConfig()).points(setting(online=True)))
