@@ -215,5 +215,5 @@ def test_a_hub_that_cannot_be_reached_is_said(monkeypatch):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(InputError, match="no route.*--folder"):
+    with pytest.raises(InputError, match=r"no route.*--folder"):
         list(LongBench(LongBenchConfig()).points(setting(online=True)))
