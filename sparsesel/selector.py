@@ -1,6 +1,7 @@
 """The protocol that every selector follows, and the records it exchanges with the framework.
 
-B batch · Hq query heads · Hkv key-value heads · G = Hq / Hkv · Tq, Tk lengths · D head_dim · K support slots.
+B batch · Hq query heads · Hkv key-value heads · G = Hq / Hkv · Tq, Tk lengths · D head_dim, Dv that of the
+values (mostly D) · K support slots.
 Query head h reads key-value head h // G.
 """
 
@@ -259,13 +260,13 @@ class Selector(Protocol):
 
     def aggregate(
         self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, support: Support, state: Any, *, scale: float
-    ) -> Float[Tensor, "B Hq 1 D"]:
+    ) -> Float[Tensor, "B Hq 1 Dv"]:
         """Attention output over `support`; leaves `state` alone."""
         ...
 
     def attend(
         self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: Any, *, scale: float
-    ) -> Float[Tensor, "B Hq 1 D"]:
+    ) -> Float[Tensor, "B Hq 1 Dv"]:
         """One decode step: `aggregate(discover(…))`, or the same fused."""
         ...
 
@@ -296,7 +297,7 @@ class Calibrator(Protocol):
 
 def discover_and_aggregate(
     selector: Selector, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: Any, *, scale: float
-) -> Float[Tensor, "B Hq 1 D"]:
+) -> Float[Tensor, "B Hq 1 Dv"]:
     """The meaning of `attend`, for selectors without a fused one."""
     support = selector.discover(query, kv, state, scale=scale)
     return selector.aggregate(query, kv, support, state, scale=scale)

@@ -35,7 +35,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "batch_size": (1, 8),
 }
 # A usual one, and one that asks the most of registers and shared memory.
-QUICK: tuple[dict[str, Any], ...] = (
+STARTS: tuple[dict[str, Any], ...] = (
     {"dtype": torch.bfloat16, "head_dim": 128, "group_size": 7, "layout": "dense", "length": 131072, "batch_size": 1},
     {"dtype": torch.float32, "head_dim": 256, "group_size": 4, "layout": "paged", "length": 4099, "batch_size": 8},
 )
@@ -43,7 +43,7 @@ PAGE = 16
 BUDGET = 512
 KV_HEADS = {1: 8, 4: 8, 7: 4, 16: 2}
 
-# Beside the defaults: what else changes a selector's kernels. Its presets are traced at the geometries `QUICK` alone.
+# Beside the defaults: what else changes a selector's kernels. Its presets are traced at the geometries `STARTS` alone.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "exact_topk": ("exact_topk,topk=6.25%",),
     "retopk": ("retopk:group", "retopk,topk=6.25%", "retopk,retrieval=recent"),
@@ -93,28 +93,27 @@ class Found:
 
     Attributes:
         launches: One launch of each configuration, in a fixed order.
+        sample: One of each kernel.
         failures: What could not be traced, and why.
     """
 
     launches: list[Launch]
+    sample: list[Launch]
     failures: list[str]
 
 
-def collect(*, quick: bool) -> Found:
-    """Trace everything.
-
-    Args:
-        quick: Only the geometries `QUICK`, and of each kernel one configuration from each of them.
-    """
+def collect() -> Found:
+    """Trace everything."""
     found: dict[Any, Launch] = {}
+    sample: dict[str, Launch] = {}
     failures: dict[str, str] = {}
     groups = {"operations": _operations(), **_selectors()}
     named = {variant for variants in VARIANTS.values() for variant in variants}
     presets = {variant for variants in groups.values() for variant in variants if ":" in variant} - named
     for name, variants in groups.items():
-        starts = [{"variant": variant, **geometry} for geometry in QUICK for variant in variants]
+        starts = [{"variant": variant, **geometry} for geometry in STARTS for variant in variants]
         varied = [variant for variant in variants if variant not in presets]
-        for combination in starts if quick else pairwise({"variant": varied, **AXES}, starts):
+        for combination in pairwise({"variant": varied, **AXES}, starts):
             geometry = dict(combination)
             variant = geometry.pop("variant")
             try:
@@ -124,9 +123,9 @@ def collect(*, quick: bool) -> Found:
                 failures.setdefault(f"{name} {variant}", reason)
                 continue
             for launch in launches:
-                place = QUICK.index(geometry) if quick else launch.configuration
-                found.setdefault((launch.kernel, place), launch)
-    return Found(list(found.values()), list(failures.values()))
+                found.setdefault(launch.configuration, launch)
+                sample.setdefault(launch.kernel, launch)
+    return Found(list(found.values()), list(sample.values()), list(failures.values()))
 
 
 Tracer = Callable[..., list[Launch]]

@@ -29,11 +29,13 @@ class Record:
         kernels: Of each kernel, what all of its configurations share, in words.
         labels: From the key of a configuration to its kernel and what distinguishes it from the kernel's others.
         versions: By version of Triton.
+        sources: By version of Triton, of each kernel the fingerprint that it had when it was compiled.
     """
 
     kernels: dict[str, str] = field(default_factory=dict)
     labels: dict[str, tuple[str, str]] = field(default_factory=dict)
     versions: dict[str, Rows] = field(default_factory=dict)
+    sources: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @classmethod
     def read(cls) -> "Record":
@@ -48,12 +50,20 @@ class Record:
             version: {key: {t: Resources(*row) for t, row in on.items()} for key, on in rows.items()}
             for version, rows in content["versions"].items()
         }
-        return cls(content["kernels"], labels, versions)
+        return cls(content["kernels"], labels, versions, content["sources"])
 
-    def renew(self, launches: Iterable[Launch], version: str, rows: Rows) -> None:
+    def current(self, version: str, sources: Mapping[str, str]) -> Rows:
+        """The rows of a version whose kernels are still what they were."""
+        before = self.sources.get(version, {})
+        same = {kernel for kernel, source in sources.items() if before.get(kernel) == source}
+        rows = self.versions.get(version, {})
+        return {key: on for key, on in rows.items() if key in self.labels and self.labels[key][0] in same}
+
+    def renew(self, launches: Iterable[Launch], version: str, rows: Rows, sources: Mapping[str, str]) -> None:
         """Put the rows of one version in place of what it had; forget configurations that no launch has any more."""
         self.kernels, self.labels = described(launches)
         self.versions[version] = rows
+        self.sources[version] = dict(sorted(sources.items()))
         self.versions = {
             version: {key: on for key, on in rows.items() if key in self.labels}
             for version, rows in self.versions.items()
@@ -82,6 +92,7 @@ class Record:
         content = {
             "configurations": configurations,
             "kernels": dict(sorted(self.kernels.items())),
+            "sources": dict(sorted(self.sources.items())),
             "versions": versions,
         }
         return _json(content, depth=3) + "\n"
@@ -133,7 +144,11 @@ def described(launches: Iterable[Launch]) -> tuple[dict[str, str], dict[str, tup
 def _choices(launch: Launch) -> dict[str, str]:
     """What tells a configuration apart for people: types, what is there, constants, warps and stages."""
     constants = dict(launch.constants)
-    items = {"warps": str(launch.num_warps), "stages": str(launch.num_stages)}
+    items = {
+        "warps": str(launch.num_warps),
+        "stages": str(launch.num_stages),
+        "registers": f"up to {launch.max_registers}" if launch.max_registers else "free",
+    }
     for name, kind in launch.signature:
         if kind.startswith("*"):
             items[name.removeprefix("p_")] = kind[1:]

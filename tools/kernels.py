@@ -1,11 +1,13 @@
 """Compile every kernel at every configuration for every target, without a device, and record what each takes.
 
-    python tools/kernels.py                   write docs/kernels: the record and a table for each target
-    python tools/kernels.py --check           compile everything and compare, write nothing
-    python tools/kernels.py --check --quick   likewise a few configurations of each kernel
+    python tools/kernels.py                   compile what is new or changed, write docs/kernels: record and tables
+    python tools/kernels.py --all             compile everything and write
+    python tools/kernels.py --check           compile what is new or changed and a few others, compare, write nothing
+    python tools/kernels.py --check --all     compile everything and compare
 
 Fails where a kernel does not compile, spills registers, takes more shared memory than its target has, is launched by
-nothing that was traced, or, with `--check`, takes more of anything than recorded for this version of Triton.
+nothing that was traced, takes more of anything than recorded for this version of Triton, or, with `--check`, is not
+what was recorded. What takes more is written only with `--accept`.
 """
 
 import argparse
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import triton
 from kernel_launches import collect, kernels
+from kernel_sources import fingerprint
 from kernel_tables import FOLDER, Record, Rows, described, key_of
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -32,46 +35,53 @@ def main() -> None:
     """Compile, then write or check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the record and write nothing")
-    parser.add_argument("--quick", action="store_true", help="a few configurations of each kernel, to check")
+    parser.add_argument("--all", action="store_true", help="compile also what is as it was recorded")
+    parser.add_argument("--accept", action="store_true", help="record also what takes more than before")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--only", default="", help="only kernels whose name contains this, to check")
     parser.add_argument("--target", action="append", choices=TARGETS, help="only this target, to check; repeatable")
     options = parser.parse_args()
-    partial = options.quick or options.only or options.target
+    partial = options.only or options.target
     if partial and not options.check:
         parser.error("a part goes with --check: the record is of everything")
     targets = options.target or list(TARGETS)
+    version = triton.__version__
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    found = collect(quick=options.quick)
+    found = collect()
     launches = [launch for launch in found.launches if options.only in launch.kernel]
-    covered = {launch.kernel for launch in found.launches}
-    problems = found.failures + [
-        f"{kernel} is launched by nothing that was traced" for kernel in sorted(kernels() - covered)
-    ]
-    rows, errors = compiled(launches, targets, options.jobs)
+    sources = {kernel: fingerprint(kernel) for kernel in sorted(kernels())}
     record = Record.read()
+    known = {} if options.all else record.current(version, sources)
+    sample = {key_of(launch) for launch in found.sample} if options.check else set()
+    is_new = options.check and not options.all and version not in record.versions
+    if is_new:
+        console.print(
+            f"Triton {version} is not in the record: some of every kernel is compiled, only limits are checked."
+        )
+    due = [launch for launch in launches if key_of(launch) in sample or (key_of(launch) not in known and not is_new)]
+    rows, errors = compiled(due, targets, options.jobs)
+    everything = {key_of(launch): known.get(key_of(launch), {}) | rows.get(key_of(launch), {}) for launch in launches}
+
     labels = described(launches)[1] | record.labels
     names = {key: f"{kernel.partition(':')[2]} [{label}]" for key, (kernel, label) in labels.items()}
+    unlaunched = kernels() - {launch.kernel for launch in found.launches}
+    problems = found.failures + [f"{kernel} is launched by nothing that was traced" for kernel in sorted(unlaunched)]
     problems += [f"{target} {names[key]} does not compile: {error}" for (key, target), error in errors.items()]
-    problems += over_limits(rows, names)
-    version = triton.__version__
-    if not options.check:
-        if errors or found.failures:
-            problems.append("Nothing is written.")
-        else:
-            record.renew(launches, version, rows)
-            record.write()
-    elif version not in record.versions:
-        console.print(f"Triton {version} has no record: only limits are checked.")
+    problems += over_limits(everything, names)
+    losses = list(worse(rows, record.versions.get(version, {}), names))
+    if options.check:
+        problems += losses
+        problems += [] if partial or is_new else stale(launches, sources, record, version)
+    elif errors or found.failures or (losses and not options.accept):
+        problems += [*losses, "Nothing is written." + " --accept records what takes more." * bool(losses)]
     else:
-        problems += worse(rows, record.versions[version], names)
-        if not partial:
-            problems += stale(rows, record, version)
+        record.renew(launches, version, everything, sources)
+        record.write()
     for problem in problems:
         console.print(problem)
     count = len({launch.kernel for launch in launches})
-    done = f"{count} kernels, {len(launches)} configurations, {len(targets)} targets, Triton {triton.__version__}"
-    console.print(f"{done}: {f'{len(problems)} problems' if problems else 'all well'}.")
+    done = f"{count} kernels, {len(launches)} configurations, {len(targets)} targets, {len(due)} compiled anew"
+    console.print(f"{done}, Triton {version}: {f'{len(problems)} problems' if problems else 'all well'}.")
     sys.exit(bool(problems))
 
 
@@ -124,22 +134,24 @@ def over_limits(rows: Rows, names: dict[str, str]) -> Iterator[str]:
 
 
 def worse(rows: Rows, recorded: Rows, names: dict[str, str]) -> Iterator[str]:
-    """What takes more than recorded, and what is not recorded."""
+    """What takes more than recorded; what is not recorded is not compared."""
     for key, target, took in _each(rows):
         before = recorded.get(key, {}).get(target)
-        if before is None:
-            yield f"{target} {names[key]} is not in the record: run `make kernels`"
-            continue
-        for name in ("registers", "spilled", "shared", "instructions"):
+        for name in ("registers", "spilled", "shared", "instructions") if before else ():
             if getattr(took, name) > getattr(before, name):
                 yield f"{target} {names[key]}: {getattr(took, name)} {name}, recorded {getattr(before, name)}"
 
 
-def stale(rows: Rows, record: Record, version: str) -> Iterator[str]:
-    """What is recorded although nothing launches it, and pages that are not what the record makes them."""
-    gone = len(record.versions[version].keys() - rows.keys())
-    if gone:
-        yield f"{gone} configurations are in the record that no launch has: run `make kernels`"
+def stale(launches: list[Launch], sources: dict[str, str], record: Record, version: str) -> Iterator[str]:
+    """What the record does not say of the kernels as they are, and pages that are not what the record makes them."""
+    before = record.sources[version]
+    for kernel in sorted(sources.keys() | before.keys()):
+        if sources.get(kernel) != before.get(kernel):
+            yield f"{kernel} changed since it was recorded: run `make kernels`"
+    keys = {key_of(launch) for launch in launches}
+    missing, gone = len(keys - record.versions[version].keys()), len(record.versions[version].keys() - keys)
+    if missing or gone:
+        yield f"{missing} configurations are not in the record, {gone} are that no launch has: run `make kernels`"
     for name, text in record.tables().items():
         path = FOLDER / name
         if not path.exists() or path.read_text(encoding="utf-8") != text:

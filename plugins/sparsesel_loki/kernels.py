@@ -151,6 +151,7 @@ def _project(kv: KVView, state: LokiState, queries: int, **arguments: Any) -> No
     launch(
         project_kernel,
         (parts + queries, kv_heads * triton.cdiv(rank, _BLOCK_R), rows),
+        max_registers=128,
         **nothing | {"s_qb": 0, "s_qh": 0, "s_qd": 0, "topk": 0} | shape | arguments | {"BLOCK_D": block},
         **kv_arguments(kv, values=False),
         p_indexed=state.indexed,

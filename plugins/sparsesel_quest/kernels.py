@@ -133,6 +133,7 @@ def update_bounds(
     launch(
         update_bounds_kernel,
         (num_splits(batch * kv_heads, lacking), kv_heads, batch),
+        max_registers=128,
         **kv_arguments(kv, values=False),
         p_indexed=indexed,
         p_minima=minima,
@@ -391,6 +392,7 @@ def page_attention(
     launch(
         page_attention_kernel,
         (splits, heads, batch),
+        max_registers=128,
         **query_arguments(query, kv) | {"G": 1, "GROUP": heads // kv.num_heads, "BLOCK_G": 1},
         **kv_arguments(kv),
         p_plan=pages.plan,

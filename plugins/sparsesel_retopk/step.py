@@ -1,13 +1,11 @@
 """A ReTopK decode step in Triton: what is launched, in which order, with what scratch.
 
-Scratch is allocated in every step. The allocator hands all layers the same memory, of which the scan's, as long as
-the context, would be much to keep per layer; in a captured CUDA graph it belongs to the graph; and nothing has to
-follow the rows of a batch when they move.
+Scratch is no part of the state: all layers share it, since that of the scan is as long as the context, and nothing has
+to follow the rows of a batch when they move.
 """
 
 import functools
 import inspect
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from sparsesel.config import resolve_topk
 from sparsesel.kv import KVView
-from sparsesel.ops import indexed_qk, reference, softmax_values
+from sparsesel.ops import indexed_qk, reference, softmax_values, workspace
 from sparsesel.ops.launch import block_channels, block_tokens, kv_arguments, launch, query_arguments, topk_arguments
 from sparsesel.ops.split_k import num_splits
 from sparsesel.selector import Support
@@ -93,8 +91,22 @@ def _prepare(query: Tensor, kv: KVView, state: ReTopKState, config: ReTopKConfig
     splits = num_splits(batch * kv.num_heads, kv.max_length)
     block_d, block_dv = block_channels(dim), block_channels(kv.values.shape[3])
     rows = (batch, num_heads)
-    ints = partial(torch.empty, dtype=torch.int32, device=kv.device)
-    floats = partial(torch.empty, dtype=torch.float32, device=kv.device)
+    scratch = {
+        "p_rho": (torch.float32, (*rows, config.cache_size)),
+        "p_paths": (torch.int32, rows),
+        # Candidates.
+        "p_runs": (torch.int32, (*rows, 2, config.recall_size * widest)),
+        "p_ids": (torch.int32, (*rows, most)),
+        "p_counts": (torch.int32, rows),
+        "p_scores": (torch.float32, (*rows, most)),
+        # What is kept of them.
+        "p_kept": (torch.float32, (*rows, widest)),
+        # The scan of exact heads.
+        "p_bounds": (torch.int32, rows),
+        "p_found": (torch.int32, (*rows, longest)),
+        "p_found_scores": (torch.float32, (*rows, longest)),
+        "p_found_counts": (torch.int32, (*rows, splits)),
+    }
     return {
         **queries,
         **kv_arguments(kv),
@@ -119,28 +131,15 @@ def _prepare(query: Tensor, kv: KVView, state: ReTopKState, config: ReTopKConfig
         "FALLBACK": config.fallback,
         "SCOPE": config.fallback_scope,
         "RECENT": config.retrieval == "recent",
-        "p_rho": floats(*rows, config.cache_size),
-        "p_paths": ints(rows),
         "p_sums": state.counters.table(NAMES, num_heads, kv.device),
-        # Candidates.
-        "p_runs": ints(*rows, 2, config.recall_size * widest),
-        "p_ids": ints(*rows, most),
+        **workspace.scratch(kv.device, scratch),
         "s_ids": most,
-        "p_counts": ints(rows),
-        "p_scores": floats(*rows, most),
         "half": 1 << (widest.bit_length() - 1),
         "LEVELS": (config.recall_size - 1).bit_length(),
-        # What is kept of them.
-        "p_kept": floats(*rows, widest),
         "widest": widest,
         "p_out": None,
         "p_support": None,
-        # The scan of exact heads.
-        "p_bounds": ints(rows),
-        "p_found": ints(*rows, longest),
-        "p_found_scores": floats(*rows, longest),
         "s_found": longest,
-        "p_found_counts": ints(*rows, splits),
         "num_splits": splits,
         "PART": block_tokens(kv.keys),
         # Tiles.
@@ -159,9 +158,9 @@ def _fused(level: Level, arguments: dict[str, Any]) -> None:
         # It keeps more at hand than the others, so more threads share its tiles.
         _run(kernels.reuse_kernel, arguments, num_warps=16)
         return
-    _run(kernels.recall_kernel, arguments)
+    _run(kernels.recall_kernel, arguments, max_registers=128)
     _score(arguments, reuse=True)
-    _run(kernels.finish_kernel, arguments | {"REUSE": True})
+    _finish(arguments, reuse=True)
 
 
 def _separate(
@@ -178,7 +177,7 @@ def _separate(
     current, budget = query[:, :, 0], Budget.of(config.topk, kv, query.shape[1])
     norms = inverse_norm(current)
     if level == 3:
-        _run(kernels.recall_kernel, arguments)
+        _run(kernels.recall_kernel, arguments, max_registers=128)
         _score(arguments, reuse=True)
         candidates, scores = Candidates(arguments["p_ids"], arguments["p_counts"]), arguments["p_scores"]
     else:
@@ -198,7 +197,7 @@ def _separate(
     state.insert_step(kv.lengths - 1, current, norms, ranked.indices)
     if arguments["p_support"] is not None:
         arguments["p_support"].copy_(ranked.indices[:, :, None])
-    _run(kernels.finish_kernel, arguments | {"REUSE": False})
+    _finish(arguments, reuse=False)
     weigh = reference.softmax_values if level == 1 else softmax_values
     return weigh(ranked.scores, kv, ranked.indices).to(query.dtype)
 
@@ -208,8 +207,15 @@ def _exact(arguments: dict[str, Any]) -> None:
     paths, keys = arguments["p_paths"], arguments["p_k"]
     batch, kv_heads = paths.shape[0], keys.shape[1]
     grid = (arguments["num_splits"], kv_heads, batch)
-    _run(kernels.scan_kernel, arguments | {"BLOCK_N": arguments["PART"]}, grid=grid, num_warps=4)
-    # As many values at a time as others take would not fit into registers on every device.
+    # Of float32 the assembler, left to choose, finds an order that needs fewer.
+    registers = 168 if keys.element_size() < 4 else 0
+    _run(
+        kernels.scan_kernel,
+        arguments | {"BLOCK_N": arguments["PART"]},
+        grid=grid,
+        num_warps=4,
+        max_registers=registers,
+    )
     _run(kernels.finish_exact_kernel, arguments | {"BLOCK_N": arguments["BLOCK_N"] // 2})
 
 
@@ -221,12 +227,27 @@ def _score(arguments: dict[str, Any], *, reuse: bool) -> None:
     _run(kernels.score_kernel, arguments | {"REUSE": reuse, "BLOCK_N": block}, grid=grid, num_warps=4)
 
 
-def _run(kernel: Any, arguments: dict[str, Any], *, grid: tuple[int, ...] | None = None, num_warps: int = 8) -> None:
+def _finish(arguments: dict[str, Any], *, reuse: bool) -> None:
+    """What is kept of the candidates, and the output of heads that reuse."""
+    # As many values at a time as `reuse_kernel` takes would not fit into registers on every device.
+    options = {"REUSE": reuse, "BLOCK_N": arguments["BLOCK_N"] // 2}
+    _run(kernels.finish_kernel, arguments | options, max_registers=168)
+
+
+def _run(
+    kernel: Any,
+    arguments: dict[str, Any],
+    *,
+    grid: tuple[int, ...] | None = None,
+    num_warps: int = 8,
+    max_registers: int = 0,
+) -> None:
     """Launch with those of the arguments that the kernel takes; by default one program per head and sequence."""
     launch(
         kernel,
         grid or arguments["p_paths"].shape[::-1],
         num_warps=num_warps,
+        max_registers=max_registers,
         **{name: arguments[name] for name in _parameters(kernel)},
     )
 

@@ -166,6 +166,7 @@ def append(
         blocks=sums[1].shape[2] if sums else 0,
         p_parts=parts,
         num_warps=8,
+        max_registers=168,
         DIM=dim,
         DIM_V=dim_v,
         SPAN=span,
@@ -304,6 +305,7 @@ def approximate(
     launch(
         choose_components_kernel,
         (kv_heads, batch),
+        max_registers=128,
         **queries,
         p_merit=torch.empty(batch, kv_heads, dim, dtype=torch.float32, device=device),
         p_dims=dims,

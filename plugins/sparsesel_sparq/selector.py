@@ -213,9 +213,11 @@ def approximate_weights(
     scores = scores.mul_(scale * share.rsqrt())
     limit = torch.finfo(torch.float32).max
     scores = scores.nan_to_num_(nan=-limit, posinf=limit, neginf=-limit)
-    if not kv.uniform:
-        scores = scores.masked_fill_(~kv.visible()[:, None, None], float("-inf"))
-    return scores.softmax(-1)
+    if kv.uniform:
+        return scores.softmax(-1)
+    hidden = ~kv.visible()[:, None, None]
+    # A sequence without any position has no weights, rather than some that are no numbers.
+    return scores.masked_fill_(hidden, float("-inf")).softmax(-1).masked_fill_(hidden, 0.0)
 
 
 def choose(weights: Float[Tensor, "B Hkv G L"], kv: KVView, config: SparQConfig) -> Tensor:

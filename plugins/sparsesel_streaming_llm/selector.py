@@ -97,17 +97,16 @@ class StreamingLLMSelector:
         )
 
     def cost(self, layer: LayerSpec, length: int) -> StepCost:
-        """K keys and K values per key-value head; positions within the cache score the sinks' keys once more."""
+        """K keys and K values per key-value head, whatever the query that scores them."""
         topk = min(resolve_topk(self.config.topk, length), length)
         row = layer.head_dim * layer.dtype.itemsize
         kv_heads = layer.batch_size * layer.num_key_value_heads
-        again = min(self.config.sink_size, topk) if self.config.positions == "cache" else 0
         return StepCost(
-            key_bytes=kv_heads * (topk + again) * row,
+            key_bytes=kv_heads * topk * row,
             value_bytes=kv_heads * topk * row,
             metadata_bytes=0,
             score_bytes=0,
-            flops=2 * layer.batch_size * layer.num_attention_heads * (2 * topk + again) * layer.head_dim,
+            flops=2 * layer.batch_size * layer.num_attention_heads * 2 * topk * layer.head_dim,
             state_bytes=0,
             attended=topk,
         )

@@ -226,6 +226,7 @@ def _launch(launch: "Launch", compiled: "dict[Any, Resources | str]") -> dict[st
         "grid": list(launch.grid),
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,
+        "max_registers": launch.max_registers,
         "constants": {name: value for name, value in launch.constants if name.isupper()},
         "compiled": took if took is None or isinstance(took, str) else dataclasses.asdict(took),
     }

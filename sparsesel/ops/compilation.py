@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from sparsesel.errors import InputError
 from sparsesel.ops.backend import interpreted
-from sparsesel.ops.launch import Launch
+from sparsesel.ops.launch import Launch, compiler_options
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -83,9 +83,10 @@ def compile_launch(launch: Launch, target: str) -> Resources:
         constexprs=dict(launch.constants),
         attrs={(names.index(parameter),): [["tt.divisibility", 16]] for parameter in launch.aligned},
     )
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
+    is_amd = TARGETS[target].backend == "hip"
+    options = compiler_options(launch.num_warps, launch.num_stages, 0 if is_amd else launch.max_registers)
     compiled = triton.compile(source, target=TARGETS[target], options=options)
-    measure = _of_amdgcn if TARGETS[target].backend == "hip" else _of_cubin
+    measure = _of_amdgcn if is_amd else _of_cubin
     registers, spilled, instructions = measure(compiled)
     return Resources(registers, spilled, compiled.metadata.shared, instructions)
 

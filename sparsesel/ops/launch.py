@@ -49,6 +49,7 @@ class Launch:
         aligned: Parameters known to be multiples of 16.
         num_warps: Warps per program.
         num_stages: Software pipeline stages.
+        max_registers: What NVIDIA's assembler may use per thread; 0 leaves it to choose.
         grid: Programs; not part of what is compiled, so not compared.
     """
 
@@ -58,12 +59,21 @@ class Launch:
     aligned: tuple[str, ...]
     num_warps: int
     num_stages: int
+    max_registers: int
     grid: tuple[int, ...]
 
     @property
     def configuration(self) -> tuple[Any, ...]:
         """What distinguishes one compiled kernel from another."""
-        return (self.kernel, self.signature, self.constants, self.aligned, self.num_warps, self.num_stages)
+        return (
+            self.kernel,
+            self.signature,
+            self.constants,
+            self.aligned,
+            self.num_warps,
+            self.num_stages,
+            self.max_registers,
+        )
 
 
 Around = Callable[[Launch], contextlib.AbstractContextManager[object]]
@@ -87,7 +97,15 @@ def recording(*, running: bool = False, around: Around | None = None) -> Iterato
         _record.reset(token)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int = 4, num_stages: int = 2, **arguments: Any) -> None:
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    max_registers: int = 0,
+    **arguments: Any,
+) -> None:
     """Launch a kernel on the device of its tensors; nothing at all where the grid is empty.
 
     Args:
@@ -95,6 +113,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int = 4, num_stages
         grid: Programs along up to three axes.
         num_warps: Warps per program.
         num_stages: Software pipeline stages of its loops.
+        max_registers: Registers of a thread that NVIDIA's assembler may use, as many as it likes if 0. Left to choose,
+            it rather spills some of them than run fewer programs at a time.
         arguments: By parameter name. None for a pointer means that there is nothing there.
     """
     if 0 in grid:
@@ -103,16 +123,22 @@ def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int = 4, num_stages
     watched: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if record is not None:
         launches, running, around = record
-        launches.append(_describe(kernel, grid, num_warps, num_stages, arguments))
+        launches.append(_describe(kernel, grid, num_warps, num_stages, max_registers, arguments))
         if not running:
             return
         watched = watched if around is None else around(launches[-1])
-    # Multiply-add fusion is named because Triton 3.9 warns where it is left to its default, which is about to change.
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    options = compiler_options(num_warps, num_stages, 0 if torch.version.hip else max_registers)
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else contextlib.nullcontext(), watched:
         kernel[grid](**arguments, **options)
+
+
+def compiler_options(num_warps: int, num_stages: int, max_registers: int) -> dict[str, Any]:
+    """What Triton compiles with; AMD's compiler knows no limit of registers, so it must be 0 there."""
+    # Multiply-add fusion is named because Triton 3.9 warns where it is left to its default, which is about to change.
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    return options | {"maxnreg": max_registers} if max_registers else options
 
 
 def kv_arguments(kv: KVView, *, keys: bool = True, values: bool = True) -> dict[str, Any]:
@@ -197,9 +223,12 @@ def block_channels(dim: int) -> int:
 
 
 def block_tokens(base: Tensor) -> int:
-    """Keys or values `[…, D]` per tile: as many as keep it within 16 KiB, 16 to 64."""
+    """Keys or values `[…, D]` per tile, 16 to 64: as many as keep it within 16 KiB, or 8 KiB of float32.
+
+    The product of two float32 tiles takes several of tensor cores, whose parts need registers.
+    """
     row = block_channels(base.shape[-1]) * base.element_size()
-    return max(16, min(64, (1 << 14) // row))
+    return max(16, min(64, (1 << (13 if base.dtype == torch.float32 else 14)) // row))
 
 
 def topk_arguments(topk: int | str, kv: KVView) -> dict[str, Any]:
@@ -213,7 +242,14 @@ def topk_arguments(topk: int | str, kv: KVView) -> dict[str, Any]:
     return {"topk": resolve_topk(topk, kv.max_length), "p_topk": rows}
 
 
-def _describe(kernel: Any, grid: tuple[int, ...], num_warps: int, num_stages: int, arguments: dict[str, Any]) -> Launch:
+def _describe(
+    kernel: Any,
+    grid: tuple[int, ...],
+    num_warps: int,
+    num_stages: int,
+    max_registers: int,
+    arguments: dict[str, Any],
+) -> Launch:
     function = kernel.fn
     signature: list[tuple[str, str]] = []
     constants: list[tuple[str, Any]] = []
@@ -244,5 +280,6 @@ def _describe(kernel: Any, grid: tuple[int, ...], num_warps: int, num_stages: in
         aligned=tuple(aligned),
         num_warps=num_warps,
         num_stages=num_stages,
+        max_registers=max_registers,
         grid=grid,
     )

@@ -148,6 +148,7 @@ def _parts(
     launch(
         kernel,
         (splits, programs, batch),
+        max_registers=168 if arguments["BLOCK_G"] == 1 else 0,
         **arguments,
         p_part=parts,
         p_lse=lse,

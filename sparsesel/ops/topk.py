@@ -27,7 +27,7 @@ from sparsesel.ops.primitives import fill, keep_above, keep_largest, kth_key, or
 
 # Scores that a program looks at in one go: of rows and of the few that are left of them. A row that is no longer than
 # the first needs no tiles.
-_BLOCK = 4096
+_BLOCK = 2048
 _BLOCK_NEAR = 1024
 
 
@@ -205,6 +205,7 @@ def largest(
         BLOCK=block,
         BLOCK_NEAR=_BLOCK_NEAR,
         num_warps=16 if block > _BLOCK_NEAR else 8,
+        max_registers=128,
     )
     return indices, kept
 

@@ -1,8 +1,10 @@
 """Compilation for devices that are not there, and the record that is kept of what it gave."""
 
 import dataclasses
+import importlib
 import itertools
 import json
+import linecache
 import os
 import subprocess
 import sys
@@ -25,11 +27,12 @@ def tools():
     sys.path.insert(0, str(TOOLS))
     try:
         import kernel_launches
+        import kernel_sources
         import kernel_tables
         import kernels
 
-        yield dataclasses.make_dataclass("Tools", ["launches", "tables", "main"])(
-            kernel_launches, kernel_tables, kernels
+        yield dataclasses.make_dataclass("Tools", ["launches", "sources", "tables", "main"])(
+            kernel_launches, kernel_sources, kernel_tables, kernels
         )
     finally:
         sys.path.remove(str(TOOLS))
@@ -87,8 +90,13 @@ layer = LayerSpec(0, 8, 2, 256, torch.float32, torch.device("meta"))
 attention = trace(make_selector("full"), layer, 1000).step[0]
 constants = tuple({**dict(attention.constants), "BLOCK_N": 64}.items())
 print(compile_launch(dataclasses.replace(attention, constants=constants, num_warps=1), "sm_80").spilled)
+few = dataclasses.replace(attention, max_registers=32)
+print(compile_launch(few, "sm_80").registers, compile_launch(few, "gfx942").registers)
 """
-    assert int(outside(code, tmp_path)) > 0
+    spilled, registers, elsewhere = map(int, outside(code, tmp_path).split())
+    assert spilled > 0
+    assert registers <= 32
+    assert elsewhere > 32  # there is no such limit there
 
 
 def test_every_pair_occurs(tools):
@@ -102,16 +110,53 @@ def test_every_pair_occurs(tools):
     assert chosen == tools.launches.pairwise(axes, first)
 
 
-def test_the_quick_selection_has_every_kernel_and_is_part_of_the_record(tools):
-    found = tools.launches.collect(quick=True)
+def test_everything_is_traced_and_in_the_record(tools):
+    """Every kernel in the sources is launched by something, and every launch is recorded as it is now."""
+    found = tools.launches.collect()
     assert found.failures == []
-    per_kernel = {}
-    for launch in found.launches:
-        per_kernel.setdefault(launch.kernel, []).append(launch)
-    assert set(per_kernel) == tools.launches.kernels()
-    assert max(map(len, per_kernel.values())) <= len(tools.launches.QUICK)
-    known = tools.tables.Record.read().labels
-    assert [launch for launch in found.launches if tools.tables.key_of(launch) not in known] == []
+    assert {launch.kernel for launch in found.launches} == tools.launches.kernels()
+    assert {launch.kernel for launch in found.sample} == tools.launches.kernels()
+    assert len(found.sample) == len(tools.launches.kernels())
+    sources = {kernel: tools.sources.fingerprint(kernel) for kernel in tools.launches.kernels()}
+    record = tools.tables.Record.read()
+    assert len(record.versions) >= 2  # the oldest version of Triton and the newest
+    names = {key: label for key, (_, label) in record.labels.items()}
+    for version, rows in record.versions.items():
+        assert list(tools.main.stale(found.launches, sources, record, version)) == []
+        assert list(tools.main.over_limits(rows, names)) == []
+
+
+PROBE = """
+import triton
+import triton.language as tl
+LEAST: tl.constexpr = tl.constexpr(1)
+@triton.jit
+def helper(x):
+    return x + LEAST
+@triton.jit
+def some_kernel(p):
+    tl.store(p, helper(2))
+"""
+
+
+def test_a_fingerprint_follows_what_a_kernel_calls_and_uses(tools, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def fingerprint(old="", new=""):
+        (tmp_path / "probe_of_kernels.py").write_text(PROBE.replace(old, new) if old else PROBE)
+        sys.modules.pop("probe_of_kernels", None)
+        importlib.invalidate_caches()
+        linecache.clearcache()
+        return tools.sources.fingerprint("probe_of_kernels:some_kernel")
+
+    first = fingerprint()
+    assert fingerprint("def some_kernel(p):", 'def some_kernel(p):  # why\n    """What it does."""') == first
+    assert fingerprint("import triton\n", "import triton\n\n\n") == first
+    assert fingerprint("x + LEAST", "x - LEAST") != first
+    assert fingerprint("constexpr(1)", "constexpr(2)") != first
+    assert fingerprint("helper(2)", "helper(3)") != first
+    assert fingerprint() == first
 
 
 def test_kernels_are_found_in_sources_alone(tools):
@@ -135,8 +180,9 @@ def test_a_record_is_read_as_it_was_written(tools, monkeypatch, tmp_path):
     record = tools.tables.Record.read()
     assert record.versions == {}
     rows = {tools.tables.key_of(launch): some(registers=place) for place, launch in enumerate(launches())}
-    record.renew(launches(), "3.10.0", rows)
-    record.renew(launches(), "3.9.1", dict(list(rows.items())[:1]))
+    sources = {launch.kernel: f"hash {place}" for place, launch in enumerate(launches())}
+    record.renew(launches(), "3.10.0", rows, sources)
+    record.renew(launches(), "3.9.1", dict(list(rows.items())[:1]), sources)
     record.write()
     again = tools.tables.Record.read()
     assert again == record
@@ -144,8 +190,13 @@ def test_a_record_is_read_as_it_was_written(tools, monkeypatch, tmp_path):
     page = (tmp_path / "sm_89.md").read_text()
     assert "Triton 3.10.0" in page  # the newest, not the last by letters
     assert page.count("\n| ") == 2 + len(rows)
+    # Rows of a kernel that changed since are not current.
+    assert again.current("3.10.0", sources) == rows
+    changed = sources | {launches()[0].kernel: "another"}
+    assert {record.labels[key][0] for key in again.current("3.10.0", changed)} == {launches()[1].kernel}
+    assert again.current("3.8.0", sources) == {}
     # Of a configuration that no launch has any more, nothing is kept.
-    again.renew(launches()[:1], "3.10.0", dict(list(rows.items())[:1]))
+    again.renew(launches()[:1], "3.10.0", dict(list(rows.items())[:1]), sources)
     assert len(again.labels) == 1
     assert set(again.versions["3.9.1"]) <= set(again.labels)
 
@@ -172,7 +223,7 @@ def test_what_got_worse_is_told_and_what_got_better_is_not(tools, worse):
     assert told.startswith("sm_90 kernel [label]")
     assert worse in told
     assert list(tools.main.worse(before, after, names)) == []
-    assert len(list(tools.main.worse(before, {}, names))) == len(TARGETS)
+    assert list(tools.main.worse(after, {}, names)) == []
 
 
 def test_limits(tools):
@@ -190,8 +241,22 @@ def test_an_error_of_the_compiler_is_told(tools, monkeypatch):
     assert "no_such_kernel" in tools.main.compile_one(broken, "sm_90")
 
 
-def test_tables_are_those_of_the_record(tools):
-    record = tools.tables.Record.read()
-    for version, rows in record.versions.items():
-        assert list(tools.main.stale(rows, record, version)) == []
-    assert len(record.versions) >= 2  # the oldest version of Triton and the newest
+def test_what_the_record_lacks_is_told(tools, monkeypatch, tmp_path):
+    monkeypatch.setattr(tools.main, "FOLDER", tmp_path)
+    own = launches()
+    rows = {tools.tables.key_of(launch): some() for launch in own}
+    sources = {launch.kernel: "hash" for launch in own}
+    record = tools.tables.Record()
+    record.renew(own, "3.9.0", rows, sources)
+    for name, text in record.tables().items():
+        (tmp_path / name).write_text(text)
+    assert list(tools.main.stale(own, sources, record, "3.9.0")) == []
+    (told,) = tools.main.stale(own, sources | {own[0].kernel: "another"}, record, "3.9.0")
+    assert told.startswith(own[0].kernel)
+    (told,) = tools.main.stale(own[:-1], sources, record, "3.9.0")
+    assert told.startswith("0 configurations are not in the record, 1 are")
+    (told,) = tools.main.stale([*own, dataclasses.replace(own[0], num_warps=2)], sources, record, "3.9.0")
+    assert told.startswith("1 configurations are not in the record, 0 are")
+    (tmp_path / "sm_90.md").write_text("old")
+    (told,) = tools.main.stale(own, sources, record, "3.9.0")
+    assert "sm_90.md is stale" in told

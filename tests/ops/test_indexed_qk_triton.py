@@ -217,4 +217,4 @@ def test_one_launch_without_a_look_at_the_device():
             assert indexed_qk(query, kv, indices, scale=0.3).shape == (2, 8, 500)
         (launch,) = launches
         grids[heads] = launch.grid
-    assert grids == {1: (8, 2, 2), 2: (8, 2, 2), 8: (8, 8, 2)}
+    assert grids == {1: (16, 2, 2), 2: (16, 2, 2), 8: (16, 8, 2)}

@@ -193,13 +193,13 @@ def test_tiles_outnumber_what_is_kept(total, widest):
 
 
 def test_tiles_are_of_a_size_that_asks_for_few_looks():
-    assert [MODULE.tile_size(total, 512) for total in (4096, 8192, 1 << 15, 1 << 17, 1 << 20)] == [0, 8, 16, 32, 128]
+    assert [MODULE.tile_size(total, 512) for total in (2048, 8192, 1 << 15, 1 << 17, 1 << 20)] == [0, 8, 16, 32, 128]
     assert MODULE.tile_size(1 << 17, 1 << 13) == 8  # 6.25%
     assert MODULE.tile_size(1 << 17, 1 << 15) == 0
 
 
 @pytest.mark.parametrize(
-    ("total", "expected"), [(4096, ["topk_kernel"]), (5000, ["tile_maxima_kernel", "topk_kernel"])]
+    ("total", "expected"), [(2048, ["topk_kernel"]), (2500, ["tile_maxima_kernel", "topk_kernel"])]
 )
 def test_a_selection_waits_for_no_device(total, expected):
     scores = torch.empty(2, 8, total, device="meta")

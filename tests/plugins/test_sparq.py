@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsesel.errors import InputError
+from sparsesel.kv import KVView
 from sparsesel.registry import make_config, make_selector
 from sparsesel.selector import LayerSpec
 from sparsesel.testing.inputs import HOSTILE, DenseLayout, PagedLayout, hostile_stream, random_stream
@@ -272,3 +273,13 @@ def test_rank_is_held_against_the_layer():
     with pytest.raises(InputError, match=r"at most 128.*got 129"):
         make_selector("sparq,rank=129").init_state(LAYER)
     make_selector("sparq,rank=128").init_state(LAYER)
+
+
+def test_a_sequence_without_tokens_gives_zeros():
+    key = torch.randn(2, 2, 9, 16)
+    kv = KVView.dense(key, key, lengths=torch.tensor([9, 0]))
+    selector = make_selector("sparq", topk=4, rank=4)
+    state = selector.init_state(LayerSpec(0, 4, 2, 16, torch.float32, torch.device("cpu"), 2))
+    output = selector.attend(torch.randn(2, 4, 1, 16), kv, state, scale=0.3)
+    assert output[0].isfinite().all()
+    assert torch.equal(output[1], torch.zeros(4, 1, 16))
