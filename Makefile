@@ -38,7 +38,7 @@ define set-up
 	@touch $(1)/.installed
 endef
 
-.PHONY: help demo test test-oldest test-kernels-full check check-kernels kernels format readme docs bench clean
+.PHONY: help demo test test-oldest test-browser test-kernels-full check check-kernels kernels format readme docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -47,10 +47,9 @@ help: ## list the targets
 $(VENV)/.installed: pyproject.toml $(SAMPLE_FILES)
 	$(call set-up,$(VENV),gguf$(comma)test$(comma)check)
 
-demo: $(VENV)/.installed ## compare ReTopK with Exact Top-K and dense attention on a real model, in a few minutes
-	@$(VENV)/bin/sparsesel eval perplexity --model smollm2-135m \
-		--selector full --selector exact_topk --selector retopk --selector retopk:quality \
-		--set topk=128 --context 2048 --suffix 256 --documents 2 --out demo
+demo: $(VENV)/.installed ## compare all selectors on a real model and report it as a page, in a few minutes
+	@$(VENV)/bin/sparsesel eval --config examples/demo.toml --out demo
+	@$(VENV)/bin/sparsesel report demo
 
 test: $(VENV)/.installed ## run the tests
 	@$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
@@ -60,6 +59,14 @@ $(OLDEST)/.installed: pyproject.toml $(SAMPLE_FILES)
 
 test-oldest: $(OLDEST)/.installed ## run the tests that depend on transformers against the oldest version supported
 	@$(OLDEST)/bin/python -m pytest $(PARALLEL) tests/hf tests/test_conformance.py $(ARGS)
+
+$(VENV)/.browser: $(VENV)/.installed
+	@echo "Installing sparsesel[browser]"
+	@$(VENV)/bin/python -m pip install --quiet -e '.[browser]'
+	@touch $@
+
+test-browser: $(VENV)/.browser ## open the report's page in Chromium, which must be there (CHROMIUM names it)
+	@SPARSESEL_BROWSER=required $(VENV)/bin/python -m pytest -m browser tests/report $(ARGS)
 
 test-kernels-full: $(VENV)/.installed ## run the tests of kernels on the full grid of shapes, in Triton's interpreter
 	@SPARSESEL_FULL=1 $(VENV)/bin/python -m pytest $(PARALLEL) tests/ops tests/plugins tests/test_conformance_triton.py $(ARGS)

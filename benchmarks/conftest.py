@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from sparsesel.cli.selectors import resolve_selectors
+
 from sparsesel.config import build
 from sparsesel.errors import InputError
 from sparsesel.eval import provenance

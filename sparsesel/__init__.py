@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sparsesel.config import SelectorConfig as SelectorConfig
+    from sparsesel.config import TaskConfig as TaskConfig
     from sparsesel.errors import InputError as InputError
     from sparsesel.hf.inject import Session as Session
     from sparsesel.hf.inject import sparsify as sparsify
     from sparsesel.hookspecs import SelectorPlugin as SelectorPlugin
+    from sparsesel.hookspecs import TaskPlugin as TaskPlugin
     from sparsesel.hookspecs import hookimpl as hookimpl
     from sparsesel.kv import KVView as KVView
     from sparsesel.registry import make_config as make_config
@@ -28,6 +30,8 @@ _HOME = {
     "InputError": "sparsesel.errors",
     "SelectorConfig": "sparsesel.config",
     "SelectorPlugin": "sparsesel.hookspecs",
+    "TaskConfig": "sparsesel.config",
+    "TaskPlugin": "sparsesel.hookspecs",
     "hookimpl": "sparsesel.hookspecs",
     "make_config": "sparsesel.registry",
     "make_selector": "sparsesel.registry",

@@ -24,7 +24,6 @@ from pydantic import (
     InstanceOf,
     SerializeAsAny,
     ValidationError,
-    ValidationInfo,
     field_validator,
 )
 
@@ -94,6 +93,17 @@ class SelectorConfig(BaseModel):
     def __str__(self) -> str:
         changed = {k: v for k, v in self.model_dump(exclude_defaults=True).items() if k != "name"}
         return ",".join([self.name, *(f"{k}={v}" for k, v in changed.items())])
+
+
+class TaskConfig(BaseModel):
+    """Base of every evaluation task's configuration: immutable, without unknown fields.
+
+    A subclass declares its fields, each with a description that gives the unit and the bounds. They become keys of
+    `[tasks.its_name]` in a run's file and options of `sparsesel eval its_name`. Where a default of None means
+    something, `json_schema_extra={"default": "one of each text"}` says what.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
 
 LayerKey = int | str
@@ -216,7 +226,7 @@ def build(model: type[ConfigT], values: Mapping[str, Any], *, where: str) -> Con
             expected=(expected[:1].lower() + expected[1:]) + description,
             got=got,
             remedy=f"See `sparsesel show {where}` for every field."
-            if issubclass(model, SelectorConfig)
+            if issubclass(model, SelectorConfig | TaskConfig)
             else "Correct it and run the command again.",
         ) from None
 
@@ -494,24 +504,26 @@ class RunConfig(BaseModel):
 
     model: str = Field(default="smollm2-135m", description="The offline model's name, a local folder or a Hub id.")
     selectors: tuple[str, ...] = Field(
-        strict=False, min_length=1, description="Selectors: name, name:preset or a file, then ,field=value."
+        default=(), strict=False, description="Selectors: name, name:preset or a file, then ,field=value."
     )
     set: dict[str, Any] = Field(default_factory=dict, description="Fields set in every selector that has them.")
     contexts: tuple[int, ...] = Field(
-        default=(2048,), strict=False, min_length=1, description="Tokens of a document, the scored ones included."
+        default=(2048,),
+        strict=False,
+        min_length=1,
+        description="Tokens that a task may fill, what it decodes included.",
     )
-    suffix: int = Field(default=512, ge=1, description="Tokens scored at the end of each document.")
     texts: tuple[str, ...] = Field(
         default=(), strict=False, description="UTF-8 text files; without any, Python's language reference."
     )
     skip_chars: int = Field(default=0, ge=0, description="Characters left out at the beginning of each file.")
-    documents: int | None = Field(
-        default=None, ge=1, description="Documents, taken from the files in turn; by default one of each."
-    )
     seed: int = Field(default=0, ge=0, lt=2**64, description="Seed of torch's generator, set before each measurement.")
     backend: BackendName = Field(
         default="auto",
         description='What runs the selectors: "triton", "eager", or "auto", the best one for the device.',
+    )
+    tasks: dict[str, dict[str, Any]] = Field(
+        min_length=1, description="What is measured: a task's name to its fields, `[tasks.perplexity]` in TOML."
     )
 
     @field_validator("contexts")
@@ -520,20 +532,3 @@ class RunConfig(BaseModel):
         if min(contexts) < 1 or len(set(contexts)) < len(contexts):
             raise ValueError("positive lengths, each once")
         return contexts
-
-    @field_validator("suffix")
-    @classmethod
-    def _suffix_leaves_a_prefill(cls, suffix: int, info: ValidationInfo) -> int:
-        shortest = min(info.data.get("contexts", (suffix + 3,)))
-        if suffix > shortest - 3:
-            # One token is consumed and not scored; a forward of fewer than two is no prefill.
-            raise ValueError(f"at most {shortest - 3}, three less than the smallest context")
-        return suffix
-
-    @field_validator("documents")
-    @classmethod
-    def _documents_use_every_file(cls, documents: int | None, info: ValidationInfo) -> int:
-        files = max(1, len(info.data.get("texts", ())))
-        if documents is not None and documents < files:
-            raise ValueError(f"at least {files}, one of each text file")
-        return documents or files

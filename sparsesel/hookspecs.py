@@ -1,7 +1,7 @@
-"""The hook through which a package gives selectors to sparsesel.
+"""The hooks through which a package gives selectors and evaluation tasks to sparsesel.
 
 A package declares an entry point in the group `sparsesel`, pointing at a module, and that module implements
-`sparsesel_selectors`:
+`sparsesel_selectors`, `sparsesel_tasks` or both:
 
 ```python
 import sparsesel
@@ -19,8 +19,8 @@ def sparsesel_selectors():
     ]
 ```
 
-The module is imported to list selectors, so it must import neither torch nor triton: `config` and `factory` are
-strings, resolved when the selector is asked for.
+The module is imported to list what there is, so it must import neither torch nor triton: `config` and `factory` are
+strings, resolved when the selector or task is asked for.
 """
 
 from dataclasses import dataclass
@@ -57,6 +57,31 @@ class SelectorPlugin:
     calibrate: str = ""
 
 
+@dataclass(frozen=True)
+class TaskPlugin:
+    """One evaluation task, described without importing it.
+
+    Attributes:
+        name: How users name it, `[a-z][a-z0-9_-]*`, unique among the tasks installed.
+        summary: One line that says what it measures.
+        config: `"module:Class"` of its `TaskConfig`. Its module should not import torch: options and their help
+            are made from it.
+        factory: `"module:Class"` called with the config; the result is a `sparsesel.eval.task.Task`.
+        paper: Title and arXiv number or address, empty if it has none.
+    """
+
+    name: str
+    summary: str
+    config: str
+    factory: str
+    paper: str = ""
+
+
 @hookspec
 def sparsesel_selectors() -> list[SelectorPlugin]:  # pyright: ignore[reportReturnType]
     """Return the selectors that this package provides."""
+
+
+@hookspec
+def sparsesel_tasks() -> list[TaskPlugin]:  # pyright: ignore[reportReturnType]
+    """Return the evaluation tasks that this package provides."""

@@ -1,6 +1,6 @@
-"""Finds selectors through entry points and makes them by name.
+"""Finds selectors and evaluation tasks through entry points and makes them by name.
 
-pluggy's own bulk loading lets one plugin silently replace another's selector and lets one broken import take
+pluggy's own bulk loading lets one plugin silently replace what is another's and lets one broken import take
 all discovery down. So entry points are enumerated here, each is loaded by itself, and both faults are kept,
 shown by `sparsesel list` and raised only when the plugin concerned is asked for.
 """
@@ -14,7 +14,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import pluggy
 
@@ -25,25 +25,41 @@ from sparsesel.config import (
     LayeredSpec,
     SelectorConfig,
     SelectorSpec,
+    TaskConfig,
     build,
     parse_spec,
     unknown_name,
 )
 from sparsesel.errors import BrokenPluginError, InputError
-from sparsesel.hookspecs import SelectorPlugin
+from sparsesel.hookspecs import SelectorPlugin, TaskPlugin
 
 if TYPE_CHECKING:
+    from sparsesel.eval.task import Task
     from sparsesel.selector import Calibrator, Selector
 
 GROUP = "sparsesel"
-_NAME = re.compile(r"[a-z][a-z0-9_]*")
+PluginT = TypeVar("PluginT", SelectorPlugin, TaskPlugin)
 
 
 @dataclass(frozen=True)
-class Registered:
-    """A selector and where it came from."""
+class _Kind(Generic[PluginT]):
+    """What one of the hooks returns."""
 
-    plugin: SelectorPlugin
+    what: str
+    hook: str
+    record: type[PluginT]
+    name: re.Pattern[str]
+
+
+_SELECTORS = _Kind("selector", "sparsesel_selectors", SelectorPlugin, re.compile(r"[a-z][a-z0-9_]*"))
+_TASKS = _Kind("task", "sparsesel_tasks", TaskPlugin, re.compile(r"[a-z][a-z0-9_-]*"))
+
+
+@dataclass(frozen=True)
+class Registered(Generic[PluginT]):
+    """A selector or task and where it came from."""
+
+    plugin: PluginT
     distribution: str
     version: str
     entry_point: str
@@ -51,12 +67,13 @@ class Registered:
 
 @dataclass(frozen=True)
 class Broken:
-    """An entry point, or a name, that cannot be used, and why."""
+    """An entry point, or a name, that cannot be used, and why; `kind` says of what, empty for a whole entry point."""
 
     name: str
     distribution: str
     version: str
     error: str
+    kind: str = ""
 
 
 class Registry:
@@ -64,50 +81,119 @@ class Registry:
 
     Attributes:
         selectors: Usable selectors by name, sorted.
+        tasks: Usable evaluation tasks by name, sorted.
         broken: What could not be used, with the reason.
     """
 
     def __init__(self, entry_points: "list[importlib.metadata.EntryPoint]") -> None:
-        found: dict[str, list[Registered]] = {}
+        selectors: list[Registered[SelectorPlugin]] = []
+        tasks: list[Registered[TaskPlugin]] = []
         self.broken: list[Broken] = []
         for entry_point in sorted(entry_points, key=lambda e: (e.name, e.value)):
             origin = _origin(entry_point)
             try:
-                plugins = _load(entry_point)
+                found = _load(entry_point)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # a third party's import can raise anything, SystemExit among it
                 self.broken.append(Broken(entry_point.name, *origin, _told(error)))
                 continue
-            for plugin in plugins:
-                found.setdefault(plugin.name, []).append(Registered(plugin, *origin, entry_point.name))
-        self.selectors: dict[str, Registered] = {}
-        for name, claims in sorted(found.items()):
-            if len(claims) == 1:
-                self.selectors[name] = claims[0]
-                continue
-            rivals = " and ".join(f"{c.distribution} {c.version} (entry point {c.entry_point})" for c in claims)
-            error = f"the name {name!r} is claimed by {rivals}; uninstall all but one of them"
-            self.broken.extend(Broken(name, c.distribution, c.version, error) for c in claims)
+            selectors += [Registered(plugin, *origin, entry_point.name) for plugin in found[0]]
+            tasks += [Registered(plugin, *origin, entry_point.name) for plugin in found[1]]
+        self.selectors = self._claim(selectors, _SELECTORS)
+        self.tasks = self._claim(tasks, _TASKS)
 
-    def get(self, name: str) -> Registered:
+    def _claim(self, found: list[Registered[PluginT]], kind: _Kind[PluginT]) -> dict[str, Registered[PluginT]]:
+        """By name what one alone claims; what several do is broken."""
+        names: dict[str, list[Registered[PluginT]]] = {}
+        for one in found:
+            names.setdefault(one.plugin.name, []).append(one)
+        for name, claims in names.items():
+            if len(claims) > 1:
+                rivals = " and ".join(f"{c.distribution} {c.version} (entry point {c.entry_point})" for c in claims)
+                error = f"the name {name!r} is claimed by {rivals}; uninstall all but one of them"
+                self.broken.extend(Broken(name, c.distribution, c.version, error, kind.what) for c in claims)
+        return {name: claims[0] for name, claims in sorted(names.items()) if len(claims) == 1}
+
+    def get(self, name: str) -> Registered[SelectorPlugin]:
         """Look a selector up.
 
         Raises:
             BrokenPluginError: It is installed but broken, or claimed twice.
             UnknownNameError: It is not installed.
         """
-        if name in self.selectors:
-            return self.selectors[name]
+        return self._get(name, self.selectors, _SELECTORS)
+
+    def get_task(self, name: str) -> Registered[TaskPlugin]:
+        """Look an evaluation task up.
+
+        Raises:
+            BrokenPluginError: It is installed but broken, or claimed twice.
+            UnknownNameError: It is not installed.
+        """
+        return self._get(name, self.tasks, _TASKS)
+
+    def _get(self, name: str, known: Mapping[str, Registered[PluginT]], kind: _Kind[PluginT]) -> Registered[PluginT]:
+        if name in known:
+            return known[name]
         for broken in self.broken:
-            if broken.name == name:
+            if broken.name == name and broken.kind in ("", kind.what):
                 raise BrokenPluginError(
-                    f"selector {name!r}",
+                    f"{kind.what} {name!r}",
                     expected="a plugin that loads",
                     got=broken.error,
                     remedy=f"It comes from {broken.distribution} {broken.version}; repair or uninstall it.",
                 )
-        raise unknown_name("selector", name, self.selectors, what="selector")
+        raise unknown_name(kind.what, name, known, what=kind.what)
+
+    def task_config_class(self, name: str) -> type[TaskConfig]:
+        """Configuration class of an evaluation task."""
+        config = _resolve(self.get_task(name), "config")
+        if not (isinstance(config, type) and issubclass(config, TaskConfig)):
+            raise BrokenPluginError(
+                f"task {name!r}",
+                expected="`config` to name a subclass of TaskConfig",
+                got=repr(config),
+                remedy=f"Report it to {self.get_task(name).distribution}.",
+            )
+        return config
+
+    def make_task_config(self, name: str, values: Mapping[str, Any] | None = None) -> TaskConfig:
+        """Configuration of a task from its fields.
+
+        Raises:
+            InputError: Unknown task or field, or a value out of bounds.
+        """
+        config_class = self.task_config_class(name)
+        try:
+            return build(config_class, values or {}, where=name)
+        except InputError:
+            raise
+        except Exception as error:  # a third party's own validation
+            raise _broken(self.get_task(name), "a configuration class that validates", error) from error
+
+    def make_task(self, name: str, values: Mapping[str, Any] | None = None) -> "Task[Any]":
+        """Make an evaluation task from its name and fields.
+
+        Raises:
+            InputError: As `make_task_config`; also when the task itself cannot be made.
+        """
+        config = self.make_task_config(name, values)
+        registered, factory = self.get_task(name), self.task_class(name)
+        try:
+            return factory(config)
+        except InputError:
+            raise
+        except Exception as error:
+            raise _broken(registered, f"`factory` {registered.plugin.factory!r} to make a task", error) from error
+
+    def task_class(self, name: str) -> "type[Task[Any]]":
+        """Class of a task, whose `report` needs no configuration.
+
+        Raises:
+            InputError: Unknown task, or one whose class cannot be imported.
+        """
+        return _resolve(self.get_task(name), "factory")
 
     def config_class(self, name: str) -> type[SelectorConfig]:
         """Configuration class of a selector."""
@@ -260,24 +346,33 @@ class Registry:
         return _resolve(self.get(name), "calibrate")()
 
 
-def _load(entry_point: importlib.metadata.EntryPoint) -> list[SelectorPlugin]:
+def _load(entry_point: importlib.metadata.EntryPoint) -> tuple[list[SelectorPlugin], list[TaskPlugin]]:
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     manager.register(entry_point.load(), name=entry_point.name)
     manager.check_pending()
-    plugins: list[SelectorPlugin] = []
-    for result in manager.hook.sparsesel_selectors():
+    selectors, tasks = _records(manager, _SELECTORS), _records(manager, _TASKS)
+    if not selectors and not tasks:
+        raise TypeError(
+            f"{entry_point.value} implements no `sparsesel_selectors` hook and no `sparsesel_tasks` hook, "
+            "or it returns no selector and no task"
+        )
+    return selectors, tasks
+
+
+def _records(manager: pluggy.PluginManager, kind: _Kind[PluginT]) -> list[PluginT]:
+    """What a module's implementation of one hook returns."""
+    plugins: list[PluginT] = []
+    for result in getattr(manager.hook, kind.hook)():
         plugins.extend(result)
-    if not plugins:
-        raise TypeError(f"{entry_point.value} implements no `sparsesel_selectors` hook, or it returns no selector")
     for plugin in plugins:
-        if not isinstance(plugin, SelectorPlugin):
-            raise TypeError(f"`sparsesel_selectors` must return SelectorPlugin records, got {plugin!r}")
+        if not isinstance(plugin, kind.record):
+            raise TypeError(f"`{kind.hook}` must return {kind.record.__name__} records, got {plugin!r}")
         for field in dataclasses.fields(plugin):
             if not isinstance(getattr(plugin, field.name), str):
                 raise TypeError(f"`{field.name}` of {plugin.name!r} must be text, got {getattr(plugin, field.name)!r}")
-        if not _NAME.fullmatch(plugin.name):
-            raise ValueError(f"selector name {plugin.name!r} is not of the form [a-z][a-z0-9_]*")
+        if not kind.name.fullmatch(plugin.name):
+            raise ValueError(f"{kind.what} name {plugin.name!r} is not of the form {kind.name.pattern}")
     return plugins
 
 
@@ -298,7 +393,7 @@ def _told(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _resolve(registered: Registered, attribute: str) -> Any:
+def _resolve(registered: Registered[Any], attribute: str) -> Any:
     target: str = getattr(registered.plugin, attribute)
     module, _, name = target.partition(":")
     try:
@@ -309,9 +404,10 @@ def _resolve(registered: Registered, attribute: str) -> Any:
         raise _broken(registered, f"`{attribute}` {target!r} to import", error) from error
 
 
-def _broken(registered: Registered, expected: str, error: BaseException) -> BrokenPluginError:
+def _broken(registered: Registered[Any], expected: str, error: BaseException) -> BrokenPluginError:
+    what = "task" if isinstance(registered.plugin, TaskPlugin) else "selector"
     return BrokenPluginError(
-        f"selector {registered.plugin.name!r}",
+        f"{what} {registered.plugin.name!r}",
         expected=expected,
         got=_told(error),
         remedy=f"It comes from {registered.distribution} {registered.version}; repair or uninstall it.",

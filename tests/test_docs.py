@@ -21,7 +21,7 @@ import typer
 
 from sparsesel.cli.app import app
 from sparsesel.config import RunConfig
-from sparsesel.eval.perplexity import metrics
+from sparsesel.eval.decode import selector_metrics
 from sparsesel.hf.stats import Stats
 from sparsesel.registry import registry
 
@@ -80,8 +80,8 @@ def commands():
 @pytest.mark.parametrize("words", list(commands()))
 def test_commands_and_their_options_exist(words):
     command = typer.main.get_command(app)
-    while words and hasattr(command, "commands"):
-        command = command.commands[words[0]]
+    while words and hasattr(command, "get_command") and not words[0].startswith("-"):
+        command = command.get_command(None, words[0])
         words = words[1:]
     known = {option for parameter in command.params for option in parameter.opts}
     assert {word for word in words if word.startswith("--")} <= known
@@ -105,7 +105,9 @@ def test_toml_blocks_are_what_they_say():
     found = [tomllib.loads(code) for language, _, code in blocks("configuration.md") if language == "toml"]
     assert [sorted(one) for one in found] == [["name", "preset", "topk"], ["layers"]]
     (run_file,) = [code for language, _, code in blocks("evaluation.md") if language == "toml"]
-    assert build(RunConfig, tomllib.loads(run_file), where="run").suffix == 256
+    config = build(RunConfig, tomllib.loads(run_file), where="run")
+    assert registry().make_task_config("perplexity", config.tasks["perplexity"]).suffix == 256
+    assert registry().make_task_config("niah", config.tasks["niah"]).trials == 20
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -124,12 +126,8 @@ def test_no_page_is_of_a_selector_that_is_gone():
 def test_metrics_are_explained():
     page = PAGES["evaluation.md"]
     stats = Stats({0: {}})
-    names = metrics(
-        1.0,
-        1,
-        [1.0],
-        types.SimpleNamespace(total={"selected": 1, "steps": 1}, share=stats.share, candidates=1.0, density=1.0),
-    )
+    known = types.SimpleNamespace(total={"selected": 1, "steps": 1}, share=stats.share, candidates=1.0, density=1.0)
+    names = ["perplexity", "nll", "tokens", "ms_per_step", "score", *selector_metrics(known)]
     assert [name for name in names if f"`{name}`" not in page] == []
 
 
@@ -168,8 +166,9 @@ def test_types_bounds_and_defaults_are_told(hooks):
     assert re.search(r"\| `retrieval` \| similarity \\\| recent \| `\"similarity\"` \|", text)
     assert hooks.on_page_markdown("<!-- config: full -->") == "It has no fields to configure."
     run_fields = hooks.on_page_markdown("<!-- model: sparsesel.config:RunConfig -->")
-    assert re.search(r"\| `selectors` \| tuple\[str, \.\.\.\] \| required \|", run_fields)
-    assert re.search(r"\| `documents` \| int \\\| None, ≥ 1 \|  \|", run_fields)
+    assert re.search(r"\| `selectors` \| tuple\[str, \.\.\.\] \| `\[\]` \|", run_fields)
+    task_fields = hooks.on_page_markdown("<!-- model: sparsesel.eval.tasks.perplexity:PerplexityConfig -->")
+    assert re.search(r"\| `documents` \| int \\\| None, ≥ 1 \|  \|", task_fields)
 
 
 def test_selectors_and_costs_list_all_that_ship_and_no_others(hooks):

@@ -46,7 +46,8 @@ def test_plugins_are_packages_of_their_own_with_their_presets(wheel):
 
 def test_every_plugin_folder_is_declared():
     folders = {path.parent.name for path in (ROOT / "plugins").glob("*/plugin.py")}
-    assert folders == {target.partition(".")[0] for target in PLUGINS.values()}
+    ours = {target.partition(".")[0] for target in PLUGINS.values()}
+    assert folders == ours - {"sparsesel"}  # its tasks are plugins, too
 
 
 def test_entry_points_and_licence(wheel):

@@ -44,7 +44,7 @@ def test_installing_without_make_names_what_there_is():
     """The extras, and the offline model as the program asks for it."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     (told,) = re.findall(r"^Extras: (.*?)\. ", README, re.MULTILINE | re.DOTALL)
-    assert set(re.findall(r"`(\w+)`", told)) == set(extras)
+    assert set(re.findall(r"`([\w-]+)`", told)) == set(extras)
     assert OFFLINE_MODELS["smollm2-135m"].install in README
 
 

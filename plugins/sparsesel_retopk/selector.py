@@ -36,6 +36,7 @@ from sparsesel_retopk.stages import (
     count_step,
     rank_on_device,
     rank_on_host,
+    recall,
 )
 from sparsesel_retopk.state import SPARE, ReTopKState, inverse_norm, support_width
 
@@ -66,6 +67,14 @@ class ReTopKSelector:
     ) -> None:
         """Keep the last queries. Their supports are built at the first decode step, once for all chunks."""
         state.insert_prefill(query, kv.lengths)
+
+    def best_similarity(
+        self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: ReTopKState
+    ) -> Float[Tensor, "B Hq"]:
+        """ρmax that the coming step will find, -inf without an entry; for studies, no step asks for it."""
+        current = query.detach()[:, :, 0]
+        slots, found = state.recent(kv.lengths - 1, self.config.cache_size)
+        return recall(current, inverse_norm(current), state, slots, found, self.config).similarity
 
     def discover(self, query: Float[Tensor, "B Hq 1 D"], kv: KVView, state: ReTopKState, *, scale: float) -> Support:
         """The support of every query head, by whichever path it takes; enters it into the cache."""

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 import sparsesel
-from sparsesel.cli import calibrate, cost, environment, explain, generate, listing, show
+from sparsesel.cli import calibrate, cost, environment, explain, generate, listing, report, show
 from sparsesel.cli import eval as evaluation
 from sparsesel.cli.console import err, out, print_error
 from sparsesel.errors import InputError
@@ -61,5 +61,6 @@ app.command("env")(environment.env)
 app.command("generate")(generate.generate)
 app.command("cost")(cost.cost)
 app.command("explain")(explain.explain)
+app.command("report")(report.report)
 app.command("calibrate")(calibrate.calibrate)
 app.add_typer(evaluation.app, name="eval", help="Measure selectors against each other on the same work.")

@@ -2,6 +2,7 @@
 
 import json
 import unicodedata
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -38,3 +39,9 @@ def print_error(error: InputError) -> None:
     for label, value in (("expected", error.expected), ("got", error.got), ("remedy", error.remedy)):
         text.append(f"\n  {label:<9} ", "dim").append(safe(value).replace("\n", "\n" + " " * 12))
     err.print(text, soft_wrap=True)
+
+
+def print_differences(notes: Sequence[str]) -> None:
+    """Mark on standard output what results were not measured alike."""
+    for note in notes:
+        out.print(Text.assemble(("Not measured alike: ", "bold yellow"), safe(note)))

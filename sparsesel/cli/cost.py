@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsesel.cli.console import out, print_json, safe
-from sparsesel.cli.selectors import resolve_selectors
 from sparsesel.config import build
 from sparsesel.eval.cost import BANDWIDTHS, STRICT, CostConfig, cost_rows, strict_specs
+from sparsesel.eval.selectors import resolve_selectors
 
 if TYPE_CHECKING:
     from sparsesel.eval.cost import CostRow

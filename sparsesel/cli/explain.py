@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsesel.cli.console import err, out, print_json, safe
-from sparsesel.cli.selectors import resolve_selectors
 from sparsesel.config import AnyConfig, LayeredConfig, build, spread_layers
 from sparsesel.errors import InputError
 from sparsesel.eval.cost import CostConfig
+from sparsesel.eval.selectors import resolve_selectors
 from sparsesel.registry import registry
 
 if TYPE_CHECKING:

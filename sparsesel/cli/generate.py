@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparsesel.cli.console import out, safe
-from sparsesel.cli.selectors import resolve_selectors
 from sparsesel.config import read_text
 from sparsesel.errors import InputError
+from sparsesel.eval.selectors import resolve_selectors
 
 if TYPE_CHECKING:
     from sparsesel.hf.stats import Stats

@@ -1,7 +1,8 @@
-"""`sparsesel list`: which selectors are installed, and what each is."""
+"""`sparsesel list`: which selectors and evaluation tasks are installed, and what each is."""
 
 import importlib.util
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,36 +14,32 @@ from sparsesel.registry import Broken, Registered, Registry, registry
 
 def list_selectors(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    tasks_only: Annotated[bool, typer.Option("--tasks", help="List evaluation tasks alone.")] = False,
 ) -> None:
-    """List the selectors installed, with their paper and the distribution each came from.
+    """List the selectors and evaluation tasks installed, with their paper and the distribution each came from.
 
     A plugin that cannot be used is listed with its error.
     """
     usable, unusable = checked(registry())
-    selectors = [
-        {
-            "name": name,
-            "summary": found.plugin.summary,
-            "paper": found.plugin.paper,
-            "distribution": found.distribution,
-            "version": found.version,
-        }
-        for name, found in usable.items()
-    ]
+    selectors = [] if tasks_only else _rows(usable)
+    tasks = _rows(usable_tasks(registry()))
     broken = [
         {"name": b.name, "distribution": b.distribution, "version": b.version, "error": b.error} for b in unusable
     ]
     if as_json:
-        print_json({"selectors": selectors, "broken": broken})
+        print_json({**({} if tasks_only else {"selectors": selectors}), "tasks": tasks, "broken": broken})
         return
-    table = Table("selector", "what it attends to", "paper", "from", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for row in selectors:
-        origin = f"{row['distribution']} {row['version']}"
-        table.add_row(*(safe(cell) for cell in (row["name"], row["summary"], row["paper"] or "-", origin)))
-    if selectors:
-        out.print(table)
-    else:
-        out.print("No selector is installed.")
+    if not tasks_only:
+        if selectors:
+            _print_table("selector", "what it attends to", selectors)
+        else:
+            out.print("No selector is installed.")
+    if tasks:
+        if selectors:
+            out.print()
+        _print_table("task", "what it measures", tasks)
+    elif tasks_only:
+        out.print("No evaluation task is installed.")
     for row in broken:
         out.print(
             safe(f"\nbroken: {row['name']} (from {row['distribution']} {row['version']}): {row['error']}"),
@@ -51,8 +48,33 @@ def list_selectors(
         )
 
 
-def checked(found: Registry) -> tuple[dict[str, Registered], list[Broken]]:
-    """The selectors that can be used, as far as that is known without torch, and what cannot be, with the reason."""
+def _rows(found: Mapping[str, Registered[Any]]) -> list[dict[str, str]]:
+    """What is said of each."""
+    return [
+        {
+            "name": name,
+            "summary": one.plugin.summary,
+            "paper": one.plugin.paper,
+            "distribution": one.distribution,
+            "version": one.version,
+        }
+        for name, one in found.items()
+    ]
+
+
+def _print_table(what: str, summary: str, rows: Sequence[Mapping[str, str]]) -> None:
+    table = Table(what, summary, "paper", "from", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for row in rows:
+        origin = f"{row['distribution']} {row['version']}"
+        table.add_row(*(safe(cell) for cell in (row["name"], row["summary"], row["paper"] or "-", origin)))
+    out.print(table)
+
+
+def checked(found: Registry) -> tuple[dict[str, Registered[Any]], list[Broken]]:
+    """The selectors that can be used, as far as that is known without torch, and what cannot be, with the reason.
+
+    That is also tasks that cannot be used.
+    """
     problems = {name: _problem(found, name) for name in found.selectors}
     usable = {name: one for name, one in found.selectors.items() if not problems[name]}
     broken = [
@@ -60,7 +82,27 @@ def checked(found: Registry) -> tuple[dict[str, Registered], list[Broken]]:
         for name, one in found.selectors.items()
         if problems[name]
     ]
+    for name, one in found.tasks.items():
+        if problem := _task_problem(found, name):
+            broken.append(Broken(name, one.distribution, one.version, problem))
     return usable, found.broken + broken
+
+
+def usable_tasks(found: Registry) -> dict[str, Registered[Any]]:
+    """The evaluation tasks that can be used, as far as that is known without torch."""
+    return {name: one for name, one in found.tasks.items() if not _task_problem(found, name)}
+
+
+def _task_problem(found: Registry, name: str) -> str:
+    """What is wrong with a task's configuration or the place of its factory, empty if nothing is."""
+    try:
+        found.task_config_class(name)
+    except BrokenPluginError as error:
+        return f"expected {error.expected}, got {error.got}"
+    target = found.get_task(name).plugin.factory
+    if not _is_there(target.partition(":")[0]):
+        return f"expected `factory` {target!r} to import, got no such module"
+    return ""
 
 
 def _problem(found: Registry, name: str) -> str:

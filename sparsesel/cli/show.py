@@ -1,19 +1,21 @@
-"""`sparsesel show`: one selector, its configuration field by field."""
+"""`sparsesel show`: one selector or evaluation task, its configuration field by field."""
 
 import types
 import typing
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import annotated_types
 import typer
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from rich.padding import Padding
 from rich.text import Text
 
 from sparsesel.cli.console import out, print_json, safe
-from sparsesel.cli.selectors import resolve_selectors
-from sparsesel.config import LayeredConfig, SelectorConfig
-from sparsesel.registry import registry
+from sparsesel.config import LayeredConfig, SelectorConfig, parse_assignments
+from sparsesel.eval.selectors import resolve_selectors
+from sparsesel.registry import Registered, registry
 
 _BOUNDS = {annotated_types.Ge: "≥", annotated_types.Gt: ">", annotated_types.Le: "≤", annotated_types.Lt: "<"}
 
@@ -47,7 +49,10 @@ def field_type(field: FieldInfo) -> str:
 def show(
     selector: Annotated[
         str,
-        typer.Argument(metavar="SELECTOR", help="name, name:preset or a config file, then optional ,field=value"),
+        typer.Argument(
+            metavar="SELECTOR",
+            help="name, name:preset or a config file, then optional ,field=value; or an evaluation task's name",
+        ),
     ],
     sets: Annotated[
         list[str] | None,
@@ -55,7 +60,14 @@ def show(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Show a selector's resolved configuration, every field with its meaning, and its presets."""
+    """Show a selector's resolved configuration, every field with its meaning, and its presets; likewise a task's."""
+    if selector.strip() in registry().tasks and selector.strip() not in registry().selectors:
+        shown = _describe_task(selector.strip(), parse_assignments(sets or [], where="--set"))
+        if as_json:
+            print_json({"task": selector.strip(), **{key: shown[key] for key in shown if key != "name"}})
+        else:
+            _print(shown)
+        return
     ((spec, config),) = resolve_selectors([selector], sets or []).items()
     if isinstance(config, LayeredConfig):
         shown = {key: _describe(one) for key, one in config.layers.items()}
@@ -75,12 +87,28 @@ def show(
 
 def _describe(config: SelectorConfig) -> dict[str, Any]:
     """All there is to know of a configuration and its selector."""
-    found, presets = registry().get(config.name), registry().presets(config.name)
+    found = registry().get(config.name)
+    return {**_described(config, found), "presets": registry().presets(config.name), "config": _dumped(config)}
+
+
+def _describe_task(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """All there is to know of a task and its configuration; fields without a default may be left out."""
+    found, model = registry().get_task(name), registry().task_config_class(name)
+    lacking = {key for key, field in model.model_fields.items() if field.is_required()} - set(values)
+    config = model.model_construct(**values) if lacking else registry().make_task_config(name, values)
+    return {"name": name, **_described(config, found), "presets": {}, "config": _dumped(config)}
+
+
+def _dumped(config: BaseModel) -> dict[str, Any]:
+    return config.model_dump(mode="json")
+
+
+def _described(config: BaseModel, found: Registered[Any]) -> dict[str, Any]:
     fields = []
     for key, field in type(config).model_fields.items():
         if key == "name":
             continue
-        value = getattr(config, key)
+        value = getattr(config, key, None)
         default = None if field.is_required() else field.get_default(call_default_factory=True)
         fields.append(
             {
@@ -89,7 +117,7 @@ def _describe(config: SelectorConfig) -> dict[str, Any]:
                 "description": field.description or "",
                 "default": default,
                 "value": value,
-                "changed": field.is_required() or value != default,
+                "changed": value != default or (field.is_required() and value is not None),
             }
         )
     return {
@@ -98,14 +126,12 @@ def _describe(config: SelectorConfig) -> dict[str, Any]:
         "distribution": found.distribution,
         "version": found.version,
         "fields": fields,
-        "presets": presets,
-        "config": config.model_dump(mode="json"),
     }
 
 
 def _print(shown: dict[str, Any]) -> None:
     """What `_describe` found, for people."""
-    name = safe(shown["config"]["name"])
+    name = safe(shown["name"] if "name" in shown else shown["config"]["name"])
     out.print(f"{name}: {safe(shown['summary'])}", style="bold", soft_wrap=True)
     if shown["paper"]:
         out.print(f"paper   {safe(shown['paper'])}", soft_wrap=True)

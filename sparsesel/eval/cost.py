@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from sparsesel.config import MAX_COUNT, AnyConfig, LayeredConfig, SelectorConfig, spread_layers
+from sparsesel.eval.paths import Geometry, configs_by_layer, step_bytes
 from sparsesel.registry import registry
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def strict_specs() -> list[str]:
     return [f"{name}:{STRICT}" if STRICT in registry().presets(name) else name for name in names]
 
 
-def _bandwidth(value: Any) -> Any:
+def bandwidth_of(value: Any) -> Any:
     """A name or a number as GB/s."""
     text = str(value).strip().lower()
     try:
@@ -73,7 +74,7 @@ class CostConfig(BaseModel):
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         default="bfloat16", description="Type of queries, keys and values."
     )
-    bandwidth: Annotated[float, BeforeValidator(_bandwidth)] = Field(
+    bandwidth: Annotated[float, BeforeValidator(bandwidth_of)] = Field(
         default=BANDWIDTHS["l20"], description="Memory bandwidth in GB/s."
     )
 
@@ -164,6 +165,41 @@ def cost_rows(config: CostConfig, selectors: Mapping[str, AnyConfig]) -> list[Co
                 )
             )
     return rows
+
+
+def model_cost(model: Any, config: AnyConfig, context: int, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The cost of one decode step in a loaded model, over the layers that a selector may serve; nothing is run.
+
+    What is written beside each result: `attended`, `bytes_read` and `state_bytes` as in `CostRow`, of the selector's
+    usual path; `step_bytes`, read with the paths and candidates that were counted; `full_bytes` and `exact_bytes`,
+    what dense attention and exact Top-K at the same budget read; how many `layers` there are, and how many
+    `dense_layers` among them attend to everything.
+
+    Args:
+        model: A Hugging Face model.
+        config: The selector's; layers that it leaves out are dense.
+        context: Visible keys.
+        metrics: What the run counted, as `sparsesel.eval.paths.step_bytes` takes it.
+
+    Raises:
+        InputError: The selector does not fit the model.
+    """
+    geometry = Geometry.of(model.config, str(model.dtype).removeprefix("torch."))
+    layers, configs = geometry.specs(), configs_by_layer(config, geometry.layers)
+    full = [registry().make_selector("full")] * len(layers)
+    made = _each(registry().make_selector, configs)
+    own = _total(made, layers, context)
+    attended = [selector.cost(layer, context).attended for selector, layer in zip(made, layers, strict=True)]
+    return {
+        "layers": len(layers),
+        "dense_layers": sum(one >= context for one in attended),
+        "attended": own["attended"],
+        "bytes_read": own["bytes_read"],
+        "step_bytes": step_bytes(config, layers, context, metrics),
+        "state_bytes": own["state_bytes"],
+        "full_bytes": _total(full, layers, context)["bytes_read"],
+        "exact_bytes": _total(_each(_exact_like, configs), layers, context)["bytes_read"],
+    }
 
 
 def _layers(config: CostConfig) -> "list[LayerSpec]":

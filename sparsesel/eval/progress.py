@@ -1,4 +1,4 @@
-"""How a run's progress is shown: a bar with the time left on a terminal, plain lines elsewhere."""
+"""How a run's progress is shown: a bar with the time left on a terminal, plain lines elsewhere, or nothing."""
 
 from collections.abc import Mapping
 from types import TracebackType
@@ -10,11 +10,36 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from sparsesel.eval.results import Point
 
 
-class TerminalProgress:
-    """Lines for what was measured, and on a terminal a bar below them. A context manager."""
+class Silent:
+    """Shows nothing."""
 
-    def __init__(self, console: Console) -> None:
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def start(self, units: float) -> None:
+        """Nothing."""
+
+    def doing(self, text: str) -> None:
+        """Nothing."""
+
+    def advance(self, units: float) -> None:
+        """Nothing."""
+
+    def measured(self, point: Point, metrics: Mapping[str, Any], done: int, total: int) -> None:
+        """Nothing."""
+
+
+class TerminalProgress:
+    """Lines for what was measured, and on a terminal a bar below them. A context manager.
+
+    Args:
+        console: Where.
+        several: Whether the run has several tasks, which lines then name.
+    """
+
+    def __init__(self, console: Console, *, several: bool = False) -> None:
         self._console = console
+        self._several = several
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -46,11 +71,13 @@ class TerminalProgress:
         self._bar.advance(self._task, units)
 
     def measured(self, point: Point, metrics: Mapping[str, Any], done: int, total: int) -> None:
-        """Write a line for the point."""
-        self.say(
-            f"[{done}/{total}] {point.selector}, context {point.context}, document {point.document}: perplexity "
-            f"{metrics['perplexity']:.3f}, {metrics['ms_per_step']:.1f} ms per step"
-        )
+        """Write a line for the point: what it is about and its first number."""
+        shown = [f"{name} {value:.3f}" for name, value in metrics.items() if isinstance(value, int | float)][:1]
+        if isinstance(milliseconds := metrics.get("ms_per_step"), int | float):
+            shown.append(f"{milliseconds:.1f} ms per step")
+        task = f"{point.task}, " if self._several else ""
+        where = f"{point.selector}, {task}context {point.context}, document {point.document}"
+        self.say(f"[{done}/{total}] {where}: {', '.join(shown)}")
 
     def __enter__(self) -> Self:
         self._bar.start()

@@ -46,6 +46,7 @@ def device_name(device: Any) -> str:
     """The GPU's name, or the processor's architecture and the number of threads used."""
     import torch
 
+    device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()}, {torch.get_num_threads()} threads"

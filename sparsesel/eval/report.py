@@ -1,20 +1,53 @@
-"""The tables at the end of a run, computed from its result lines alone."""
+"""What a folder's results say, computed from its lines alone: each task shows its own, by rows of selectors."""
 
-import math
 import os
+import random
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
+from sparsesel.errors import InputError
+from sparsesel.eval.tables import Column, Section
+from sparsesel.registry import registry
 
 REFERENCES = ("full", "exact_topk")
 """Selectors that others are compared with; their rows stand apart."""
 
 Line = Mapping[str, Any]
+
+_RESAMPLES = 2000
+
+
+def report(lines: Sequence[Line]) -> list[Section]:
+    """What each task has to show of its lines, in the order in which they were measured.
+
+    Lines of a task that is not installed are not shown; that is said.
+    """
+    return [section for _, _, sections in by_task(lines) for section in sections]
+
+
+def by_task(lines: Sequence[Line]) -> list[tuple[str, list[Line], list[Section]]]:
+    """Each task's name, its lines and what it has to show of them.
+
+    A task that is not installed, or that cannot make anything of its lines, says so in a section without tables.
+    """
+    groups: dict[str, list[Line]] = {}
+    for line in lines:
+        groups.setdefault(line["task"], []).append(line)
+    return [(name, own, _sections(name, own)) for name, own in groups.items()]
+
+
+def _sections(name: str, lines: Sequence[Line]) -> list[Section]:
+    try:
+        task = registry().task_class(name)
+    except InputError as error:
+        return [Section(name, (), notes=(f"{len(lines)} results of {name!r} are not shown: {error}",))]
+    try:
+        return task.report(lines)
+    except Exception as error:  # a third party's may do anything, and lines may be of another version of it
+        problem = f"its report failed with {type(error).__name__}: {error}"
+        return [Section(name, (), notes=(f"{len(lines)} results of {name!r} are not shown: {problem}",))]
 
 
 @dataclass
@@ -32,21 +65,18 @@ class Row:
     lines: dict[int, Line] = field(default_factory=dict)
 
     @property
-    def perplexity(self) -> float:
-        """`exp(total NLL / tokens)` over its documents."""
-        return _perplexity(self.lines.values())
+    def is_reference(self) -> bool:
+        """Whether others are compared with it."""
+        return self.config.get("name") in REFERENCES
 
-    def ratio(self, reference: "Row | None") -> float | None:
-        """Perplexity over a reference's, on the documents that both have; None without any."""
-        common = self.lines.keys() & reference.lines.keys() if reference is not None else ()
-        if reference is None or not common:
-            return None
-        return _perplexity(self.lines[d] for d in common) / _perplexity(reference.lines[d] for d in common)
+    def values(self, metric: str) -> list[float]:
+        """A metric's values, where it applies."""
+        values = (line["metrics"].get(metric) for line in self.lines.values())
+        return [value for value in values if value is not None]
 
     def mean(self, metric: str) -> float | None:
         """Mean of a metric over documents, None where it does not apply to this selector."""
-        values = [line["metrics"].get(metric) for line in self.lines.values()]
-        known = [value for value in values if value is not None]
+        known = self.values(metric)
         return statistics.fmean(known) if known else None
 
     @property
@@ -67,95 +97,57 @@ def rows_by_context(lines: Sequence[Line]) -> dict[int, list[Row]]:
     for line in lines:
         rows = contexts.setdefault(line["context"], {})
         rows.setdefault(line["selector"], Row(line["selector"], line["config"])).lines[line["document"]] = line
+    return {context: ordered(contexts[context].values()) for context in sorted(contexts)}
 
-    def order(row: Row) -> tuple[int, bool]:
-        return _rank(row), row.config.get("name") == "exact_topk"
 
-    return {context: sorted(contexts[context].values(), key=order) for context in sorted(contexts)}
+def ordered(rows: Iterable[Row]) -> list[Row]:
+    """References first, `exact_topk` after `full`; the others as they come."""
+    return sorted(rows, key=lambda row: (not row.is_reference, row.config.get("name") == "exact_topk"))
 
 
 def reference_of(row: Row, rows: Iterable[Row], name: str) -> Row | None:
     """The reference `name` that a row is compared with: of the row's own budget, or the only one there is."""
     candidates = [other for other in rows if other.config.get("name") == name]
-    same = [other for other in candidates if _budget(other.config) == _budget(row.config)]
+    same = [other for other in candidates if budget_of(other.config) == budget_of(row.config)]
     fitting = same or candidates
     return fitting[0] if len(fitting) == 1 else None
 
 
-def perplexity_report(lines: Sequence[Line], *, width: int = 80) -> list[Table | Text]:
-    """What was measured, one table for each context (perplexity, ratios, path shares, cost), and what its columns say.
-
-    Args:
-        lines: Of one folder.
-        width: Columns of the terminal; on a narrow one each table comes in two parts.
-    """
-    if not lines:
-        return []
-    parts: list[Table | Text] = [Text(_about(lines))]
-    for context, rows in rows_by_context(lines).items():
-        parts += _tables(context, rows, width)
-    return [*parts, Text(_columns_explained(lines), "dim")]
+def budget_of(config: Mapping[str, Any]) -> int | str | None:
+    """The budget of a configuration; of one by layers, that of all its layers that have one."""
+    budgets = {one.get("topk") for one in config.get("layers", {"": config}).values()} - {None}
+    return budgets.pop() if len(budgets) == 1 else None
 
 
-_NARROW = 80  # columns that a table of usual numbers and names takes
-
-
-def _tables(context: int, rows: Sequence[Row], width: int) -> list[Table]:
-    exact, full = ([reference_of(row, rows, name) for row in rows] for name in ("exact_topk", "full"))
-    documents = max(len(row.lines) for row in rows)
-    scored = next(iter(rows[0].lines.values()))["metrics"]["tokens"]
-    title = (
-        f"Perplexity, context {context}: {documents} document{'s' * (documents > 1)}, "
-        f"last {scored} tokens of each; shares in %"
-    )
-    quality = {
-        "PPL": [_number(row.perplexity, 3) for row in rows],
-        "÷exact": [_number(row.ratio(reference), 4) for row, reference in zip(rows, exact, strict=True)],
-        "÷full": [_number(row.ratio(reference), 4) for row, reference in zip(rows, full, strict=True)],
-    }
-    if any(len(row.lines) != documents for row in rows):
-        quality = {"docs": [str(len(row.lines)) for row in rows], **quality}
-    paths = {
-        "exact": [_percent(row.mean("exact_share")) for row in rows],
-        "reuse": [_percent(row.mean("reuse_share")) for row in rows],
-        "fall-\nback": [_percent(row.mean("fallback_share")) for row in rows],
-        "re-\nfresh": [_percent(row.mean("refresh_share")) for row in rows],
-        "candi-\ndates": [_number(row.candidates, 1) for row in rows],
-    }
-    work = {
-        "dens-\nity": [_percent(row.mean("density")) for row in rows],
-        "ms per\nstep": [_number(row.mean("ms_per_step"), 1) for row in rows],
-    }
-    if width < _NARROW:
-        return [_table(rows, quality | work, title), _table(rows, paths, "")]
-    return [_table(rows, quality | paths | work, title)]
-
-
-def _table(rows: Sequence[Row], columns: Mapping[str, Sequence[str]], title: str) -> Table:
-    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("selector", overflow="fold")
-    for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for index, (row, *cells) in enumerate(zip(rows, *columns.values(), strict=True)):
-        if index and _rank(row) != _rank(rows[index - 1]):
-            table.add_section()
-        table.add_row(Text(_printable(row.selector)), *cells)
-    return table
-
-
-def _about(lines: Sequence[Line]) -> str:
-    """Model, text and budget of the results."""
+def about(lines: Sequence[Line]) -> str:
+    """Model, text and budget of results; no text where none of them has one."""
     models = dict.fromkeys(str(line["provenance"].get("model", "?")).rsplit("@", 1)[0] for line in lines)
-    texts = dict.fromkeys(
-        os.path.basename(str(line["provenance"].get("parameters", {}).get("text", "?"))) for line in lines
-    )
-    budgets = dict.fromkeys(str(budget) for line in lines if (budget := _budget(line["config"])) is not None)
-    named = list(texts) if len(texts) <= 3 else [f"{len(texts)} files"]
-    about = f"Model {', '.join(models)}; text {', '.join(named)}; topk {' and '.join(budgets) or 'not set'}"
-    return _printable(about)
+    known = (line["provenance"].get("parameters", {}).get("text") for line in lines)
+    texts = list(dict.fromkeys(os.path.basename(str(text)) for text in known if text))
+    budgets = dict.fromkeys(str(budget) for line in lines if (budget := budget_of(line["config"])) is not None)
+    named = f"; text {', '.join(texts) if len(texts) <= 3 else f'{len(texts)} files'}" if texts else ""
+    return f"Model {', '.join(models)}{named}; topk {' and '.join(budgets) or 'not set'}"
 
 
-def _columns_explained(lines: Sequence[Line]) -> str:
+def work_columns(rows: Sequence[Row]) -> list[Column]:
+    """What selectors did: the paths that their steps took, and what that cost."""
+
+    def share(heading: str, metric: str) -> Column:
+        return Column(heading, [row.mean(metric) for row in rows], 1, percent=True, detail=True)
+
+    return [
+        share("exact", "exact_share"),
+        share("reuse", "reuse_share"),
+        share("fall-\nback", "fallback_share"),
+        share("re-\nfresh", "refresh_share"),
+        Column("candi-\ndates", [row.candidates for row in rows], 1, detail=True),
+        Column("dens-\nity", [row.mean("density") for row in rows], 1, percent=True),
+        Column("ms per\nstep", [row.mean("ms_per_step") for row in rows], 1),
+    ]
+
+
+def work_note(lines: Sequence[Line]) -> str:
+    """What `work_columns` mean."""
     places = dict.fromkeys(
         f"{line['provenance'].get('backend', '?')} on {line['provenance'].get('device', '?')}" for line in lines
     )
@@ -166,29 +158,16 @@ def _columns_explained(lines: Sequence[Line]) -> str:
     )
 
 
-def _printable(text: str) -> str:
-    """`text` with what could drive a terminal written as its escape: files may have any name."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+def bootstrap(
+    lines: Sequence[Line], statistic: Callable[[Sequence[Line]], float], *, level: float = 0.95
+) -> tuple[float, float] | None:
+    """Percentile interval of a statistic over documents drawn with replacement, the same each time.
 
-
-def _rank(row: Row) -> int:
-    return 0 if row.config.get("name") in REFERENCES else 1
-
-
-def _budget(config: Mapping[str, Any]) -> int | str | None:
-    """The budget of a configuration; of one by layers, that of all its layers that have one."""
-    budgets = {one.get("topk") for one in config.get("layers", {"": config}).values()} - {None}
-    return budgets.pop() if len(budgets) == 1 else None
-
-
-def _perplexity(lines: Iterable[Line]) -> float:
-    metrics = [line["metrics"] for line in lines]
-    return math.exp(math.fsum(m["nll"] for m in metrics) / sum(m["tokens"] for m in metrics))
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f}"
+    None for fewer than two documents: one says nothing of how they differ.
+    """
+    if len(lines) < 2:
+        return None
+    generator = random.Random(0)
+    drawn = sorted(statistic(generator.choices(lines, k=len(lines))) for _ in range(_RESAMPLES))
+    tail = (1 - level) / 2
+    return drawn[round(tail * (_RESAMPLES - 1))], drawn[round((1 - tail) * (_RESAMPLES - 1))]

@@ -41,6 +41,10 @@ def point_of(line: Mapping[str, Any]) -> Point:
 class ResultStore:
     """The results of one folder, for one process at a time. A context manager.
 
+    Args:
+        folder: Where they are.
+        name: Of the file, which is held for this process; `results.jsonl` stands for the folder.
+
     Attributes:
         lines: Every complete line, in the order measured.
         torn: Bytes of an incomplete last line that were moved to `results.jsonl.torn`, 0 if there were none.
@@ -49,15 +53,16 @@ class ResultStore:
         InputError: The folder cannot be written, is in use, or holds something else under these names.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = RESULTS) -> None:
         self.folder = folder
+        self._name = name
         self.torn = 0
         self._file = -1
         self._lock = -1
         try:
             with self._refusing():
                 folder.mkdir(parents=True, exist_ok=True)
-                self._lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+                self._lock = os.open(folder / lock_name(name), os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -68,7 +73,7 @@ class ResultStore:
                     remedy="Wait until that run has ended, or choose another folder.",
                 ) from error
             with self._refusing():
-                self._file = os.open(folder / RESULTS, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+                self._file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
                 self.lines = self._read()
         except BaseException:
             self.close()
@@ -111,7 +116,7 @@ class ResultStore:
         self.close()
 
     def _read(self) -> list[dict[str, Any]]:
-        path = self.folder / RESULTS
+        path = self.folder / self._name
         data = path.read_bytes()
         lines: list[dict[str, Any]] = []
         seen: set[Point] = set()
@@ -157,6 +162,11 @@ class ResultStore:
             raise _unwritable(self.folder, error.strerror or str(error)) from error
 
 
+def lock_name(name: str) -> str:
+    """The file whose lock stands for a results file."""
+    return ".lock" if name == RESULTS else f".{name}.lock"
+
+
 def check_folder(folder: Path) -> None:
     """Refuse a folder that could not be written, without making it.
 
@@ -179,15 +189,28 @@ def _unwritable(folder: Path, problem: str) -> InputError:
     )
 
 
-def read_results(folder: Path) -> list[dict[str, Any]]:
+def read_results(folder: Path, name: str = RESULTS) -> list[dict[str, Any]]:
     """The complete lines of a folder's results, without touching them."""
-    lines: list[dict[str, Any]] = []
-    for raw in (folder / RESULTS).read_bytes().splitlines(keepends=True):
-        with contextlib.suppress(ValueError, RecursionError):
+    return [line for _, line in scan_results(folder, name)[0]]
+
+
+def scan_results(folder: Path, name: str = RESULTS) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
+    """The complete lines of a folder's results with their numbers, and what is wrong with the others, as sentences."""
+    lines: list[tuple[int, dict[str, Any]]] = []
+    problems: list[str] = []
+    data = (folder / name).read_bytes().splitlines(keepends=True)
+    for number, raw in enumerate(data, start=1):
+        try:
             line = _parse(raw)
-            if line is not None:
-                lines.append(line)
-    return lines
+        except (ValueError, RecursionError):
+            line = None
+        if line is not None:
+            lines.append((number, line))
+        elif number == len(data) and not raw.endswith(b"\n"):
+            problems.append(f"The last line of {folder / name} is incomplete and left out; the others are all there.")
+        else:
+            problems.append(f"Line {number} of {folder / name} is no result and left out.")
+    return lines, problems
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:

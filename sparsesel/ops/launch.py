@@ -8,7 +8,7 @@ device, since a meta tensor has no content that could be read.
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -76,18 +76,21 @@ class Launch:
         )
 
 
-_record: ContextVar[tuple[list[Launch], bool] | None] = ContextVar("sparsesel_launches", default=None)
+Around = Callable[[Launch], contextlib.AbstractContextManager[object]]
+
+_record: ContextVar[tuple[list[Launch], bool, Around | None] | None] = ContextVar("sparsesel_launches", default=None)
 
 
 @contextlib.contextmanager
-def recording(*, running: bool = False) -> Iterator[list[Launch]]:
+def recording(*, running: bool = False, around: Around | None = None) -> Iterator[list[Launch]]:
     """Launches within are recorded in order and do not run; what they would have written is undefined.
 
     Args:
         running: Whether they run as well.
+        around: Makes what is entered while one of them runs, to time it for example.
     """
     launches: list[Launch] = []
-    token = _record.set((launches, running))
+    token = _record.set((launches, running, around))
     try:
         yield launches
     finally:
@@ -117,15 +120,17 @@ def launch(
     if 0 in grid:
         return
     record = _record.get()
+    watched: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if record is not None:
-        launches, running = record
+        launches, running, around = record
         launches.append(_describe(kernel, grid, num_warps, num_stages, max_registers, arguments))
         if not running:
             return
+        watched = watched if around is None else around(launches[-1])
     options = compiler_options(num_warps, num_stages, 0 if torch.version.hip else max_registers)
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
+    with torch.cuda.device(device) if elsewhere else contextlib.nullcontext(), watched:
         kernel[grid](**arguments, **options)
 
 

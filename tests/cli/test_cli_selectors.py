@@ -2,8 +2,8 @@
 
 import pytest
 
-from sparsesel.cli.selectors import resolve_selectors
 from sparsesel.errors import InputError, UnknownNameError
+from sparsesel.eval.selectors import resolve_selectors
 
 
 def test_specs_keep_their_order_and_their_own_fields():

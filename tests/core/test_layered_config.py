@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from sparsesel.cli.selectors import resolve_selectors
 from sparsesel.config import LayeredConfig, LayeredSpec, parse_spec, spread_layers
 from sparsesel.errors import InputError, UnknownNameError
+from sparsesel.eval.selectors import resolve_selectors
 from sparsesel.registry import make_config, make_selector, registry
 
 CONTENT = {"layers": {"0-1": "full", "2-": "retopk:quality,topk=64"}}

@@ -67,7 +67,8 @@ def test_options_win_over_the_file(command, tmp_path):
     result = invoke(command("--config", str(config)))
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
-    assert (written["selectors"], written["suffix"], written["documents"]) == (["full", "retopk:quality"], 16, 2)
+    assert written["selectors"] == ["full", "retopk:quality"]
+    assert written["tasks"] == {"perplexity": {"suffix": 16, "documents": 2}}
     assert written["set"] == {"topk": 8}
 
 
@@ -170,22 +171,17 @@ def test_a_folder_in_use_is_refused(command, tmp_path):
 KILLED = """
 import os
 from sparsesel.cli import main
-from sparsesel.eval.perplexity import Prefilled
+from sparsesel.eval.decode import Decoder
 
-decode, points = Prefilled.decode, []
+step, steps = Decoder.step, []
 
-def until_killed(self, index, *, advance):
-    points.append(0)
+def until_killed(self, token):
+    steps.append(1)
+    if len(steps) == 3 * 16 + 5:
+        os.kill(os.getpid(), {signal})
+    return step(self, token)
 
-    def step():
-        points[-1] += 1
-        if points[3:] == [5]:
-            os.kill(os.getpid(), {signal})
-        advance()
-
-    return decode(self, index, advance=step)
-
-Prefilled.decode = until_killed
+Decoder.step = until_killed
 main()
 """
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sparsesel import make_selector
-from sparsesel.eval.perplexity import Prefilled
+from sparsesel.eval.decode import Prefill
+from sparsesel.eval.tasks.perplexity import score
 from sparsesel.eval.texts import cut_windows, default_text, load_texts
 from sparsesel.hf.models import load_model, load_tokenizer, resolve
 
@@ -27,9 +28,9 @@ def test_decode_true_equals_teacher_forcing_where_nothing_is_left_out(smollm2):
     with torch.inference_mode():
         scores = model(tokens[None]).logits[0].double().log_softmax(-1)
     expected = -scores[-33:-1].gather(1, tokens[-32:, None]).sum().item()
-    prefilled = Prefilled(model, tokens, 32, [make_selector("full"), make_selector("retopk,topk=512")])
-    for index in range(2):
-        assert prefilled.decode(index)["nll"] == pytest.approx(expected, rel=1e-5)
+    prefill = Prefill(model, tokens[:-33], {spec: make_selector(spec) for spec in ("full", "retopk,topk=512")})
+    for spec in ("full", "retopk,topk=512"):
+        assert score(prefill, spec, tokens[-33:])["nll"] == pytest.approx(expected, rel=1e-5)
 
 
 # From characters 3000 on, 2048 tokens of which the last 256 are scored, K=128, float32.
@@ -50,8 +51,9 @@ def test_the_first_chapter_of_emma(smollm2):
     model, tokenizer = smollm2
     texts = load_texts([str(Path(os.environ["SPARSESEL_BOOKS"]) / "emma.txt")], 3000)
     (window,) = cut_windows(texts, tokenizer, size=2048, documents=1)
-    prefilled = Prefilled(model, torch.tensor(window.tokens), 256, [make_selector(spec) for spec in FIGURES])
-    for index, (spec, figures) in enumerate(FIGURES.items()):
-        metrics = prefilled.decode(index)
+    tokens = torch.tensor(window.tokens)
+    prefill = Prefill(model, tokens[:-257], {spec: make_selector(spec) for spec in FIGURES})
+    for spec, figures in FIGURES.items():
+        metrics = score(prefill, spec, tokens[-257:])
         for name, (expected, tolerance) in figures.items():
             assert metrics[name] == pytest.approx(expected, rel=tolerance), (spec, name)

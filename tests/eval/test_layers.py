@@ -11,8 +11,9 @@ from sparsesel import InputError, make_config, sparsify
 from sparsesel.cli.app import app
 from sparsesel.config import LayeredConfig
 from sparsesel.eval import runner
-from sparsesel.eval.perplexity import Prefilled
+from sparsesel.eval.decode import Prefill
 from sparsesel.eval.results import read_results
+from sparsesel.eval.tasks.perplexity import score
 from sparsesel.hf import models as hf_models
 
 SUFFIX = 24
@@ -46,8 +47,13 @@ def test_a_file_is_the_mapping_it_holds(model, layered):
         sparsify(model, layered, topkk=4)
 
 
+def scores(model, tokens, *selectors):
+    prefill = Prefill(model, tokens[: -SUFFIX - 1], dict(enumerate(selectors)))
+    return [score(prefill, index, tokens[-SUFFIX - 1 :]) for index in range(len(selectors))]
+
+
 def nll(model, tokens, selector):
-    return Prefilled(model, tokens, SUFFIX, [selector]).decode(0)["nll"]
+    return scores(model, tokens, selector)[0]["nll"]
 
 
 def test_selectors_by_layers_share_a_prefill_with_others(model, tokens):
@@ -58,8 +64,7 @@ def test_selectors_by_layers_share_a_prefill_with_others(model, tokens):
         {"1": "retopk,topk=6,similarity_threshold=0.2"},
         {"0-": "full"},
     ]
-    shared = Prefilled(model, tokens, SUFFIX, selections)
-    together = [shared.decode(index) for index in range(len(selections))]
+    together = scores(model, tokens, *selections)
     for selection, metrics in zip(selections, together, strict=True):
         assert metrics["nll"] == nll(model, tokens, selection)
     assert len({metrics["nll"] for metrics in together}) == 4
@@ -68,8 +73,8 @@ def test_selectors_by_layers_share_a_prefill_with_others(model, tokens):
 def test_the_layers_that_a_selector_serves_are_those_measured(model, tokens):
     dense = nll(model, tokens, "full")
     assert nll(model, tokens, {"0": "full"}) == pytest.approx(dense, rel=1e-6)
-    both = Prefilled(model, tokens, SUFFIX, [{"0": "full", "1": "exact_topk,topk=6"}]).decode(0)
-    one = Prefilled(model, tokens, SUFFIX, [{"1": "exact_topk,topk=6"}]).decode(0)
+    (both,) = scores(model, tokens, {"0": "full", "1": "exact_topk,topk=6"})
+    (one,) = scores(model, tokens, {"1": "exact_topk,topk=6"})
     assert both["nll"] == pytest.approx(one["nll"], rel=1e-6)
     assert abs(one["nll"] - dense) > 0.1
     assert one["attended"] == 6

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sparsesel import make_config, make_selector, sparsify
-from sparsesel.eval.perplexity import MeasurementError, Prefilled
+from sparsesel.eval.decode import MeasurementError, Prefill
+from sparsesel.eval.tasks.perplexity import score
 from sparsesel.hf import compat
 from sparsesel_full.selector import FullSelector
 
@@ -22,6 +23,17 @@ def model(model_folder):
 @pytest.fixture(scope="module")
 def tokens():
     return torch.randint(0, 400, (160,), generator=torch.Generator().manual_seed(3))
+
+
+class Prefilled:
+    """A document of which the last tokens are scored with each of several selectors."""
+
+    def __init__(self, model, tokens, suffix, selectors, **options):
+        self.prefill = Prefill(model, tokens[: -suffix - 1], dict(enumerate(selectors)), **options)
+        self.scored = tokens[-suffix - 1 :]
+
+    def decode(self, index):
+        return score(self.prefill, index, self.scored)
 
 
 def dense_nll(model, tokens, suffix):
@@ -102,6 +114,34 @@ def test_a_likelihood_that_is_not_finite_is_refused(model_folder, tokens, factor
 
 
 def test_each_step_is_announced(model, tokens):
-    steps = []
-    Prefilled(model, tokens, SUFFIX, [make_selector("full")]).decode(0, advance=lambda: steps.append(1))
+    steps, begun = [], []
+    announced = {"advance": lambda: steps.append(1), "begin": begun.append}
+    Prefilled(model, tokens, SUFFIX, [make_selector("full")], **announced).decode(0)
     assert len(steps) == SUFFIX
+    assert begun == [0]
+
+
+def test_a_decoder_can_be_made_again(model, tokens):
+    """From where the prefill ended, with the state as it was then."""
+    prefilled = Prefilled(model, tokens, SUFFIX, [make_selector("retopk,topk=8,similarity_threshold=0.3")])
+    first, second = prefilled.decode(0), prefilled.decode(0)
+    assert {**first, "ms_per_step": 0} == {**second, "ms_per_step": 0}
+
+
+def test_greedy_steps_are_those_of_generate(model, tokens):
+    with sparsify(model, "exact_topk,topk=8"), torch.inference_mode():
+        expected = model.generate(tokens[None, :50], max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 50:]
+    prefill = Prefill(model, tokens[:49], {"exact": "exact_topk,topk=8"})
+    chosen = [tokens[49]]
+    with prefill.decoder("exact") as decoder:
+        for _ in range(12):
+            chosen.append(decoder.step(chosen[-1]).argmax())
+        assert decoder.steps == 12
+    # generate's first token is of the dense prefill, ours went through the selector.
+    if chosen[1] == expected[0]:
+        assert torch.stack(chosen[1:]).tolist() == expected.tolist()
+
+
+def test_a_decoder_that_took_no_step_measured_nothing(model, tokens):
+    with Prefill(model, tokens, {"full": "full"}).decoder("full") as decoder, pytest.raises(MeasurementError):
+        decoder.metrics()

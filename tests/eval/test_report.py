@@ -5,7 +5,9 @@ import math
 import pytest
 from rich.console import Console
 
-from sparsesel.eval.report import perplexity_report, reference_of, rows_by_context
+from sparsesel.eval.report import reference_of, report, rows_by_context
+from sparsesel.eval.tables import renderables
+from sparsesel.eval.tasks.perplexity import perplexity, ratio
 
 
 def line(selector, document, nll, *, name=None, context=64, tokens=10, **metrics):
@@ -37,16 +39,16 @@ def rows(lines):
 
 
 def test_perplexity_is_over_all_tokens_of_all_documents():
-    assert rows(LINES)["mine"].perplexity == pytest.approx(math.exp(50 / 20))
+    assert perplexity(rows(LINES)["mine"].lines.values()) == pytest.approx(math.exp(50 / 20))
 
 
 def test_ratios_compare_the_documents_that_both_have():
     by_name = rows(LINES)
-    assert by_name["mine"].ratio(by_name["exact"]) == pytest.approx(math.exp((20 - 18) / 10))
-    assert by_name["mine"].ratio(by_name["full"]) == pytest.approx(math.exp((50 - 38) / 20))
-    assert by_name["mine"].ratio(None) is None
+    assert ratio(by_name["mine"], by_name["exact"]) == pytest.approx(math.exp((20 - 18) / 10))
+    assert ratio(by_name["mine"], by_name["full"]) == pytest.approx(math.exp((50 - 38) / 20))
+    assert ratio(by_name["mine"], None) is None
     other = rows([line("full", 5, 1.0)])["full"]
-    assert by_name["mine"].ratio(other) is None
+    assert ratio(by_name["mine"], other) is None
 
 
 def test_candidates_are_a_mean_over_reuse_steps():
@@ -71,7 +73,7 @@ def test_references_come_first_and_the_budget_chooses_between_them():
 
 def rendered(lines, width=120):
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    for part in perplexity_report(lines, width=width):
+    for part in renderables(report(lines), width=width):
         console.print(part)
     console.file.close()
     return console.export_text()
@@ -125,4 +127,20 @@ def test_names_cannot_drive_the_terminal():
 
 
 def test_no_lines_no_report():
-    assert perplexity_report([]) == []
+    assert report([]) == []
+
+
+def test_an_interval_over_documents_is_there_if_there_are_several():
+    assert "95% interval" not in rendered([each for each in LINES if each["document"] == 0])
+    text = rendered(LINES)
+    (row,) = [r for r in text.partition("95% interval")[2].splitlines() if r.startswith("mine")]
+    low, high = map(float, row.split()[1:])
+    assert math.exp(2.0) == pytest.approx(low, abs=1e-3)  # both documents drawn are the first one
+    assert math.exp(3.0) == pytest.approx(high, abs=1e-3)
+    assert text == rendered(LINES)
+
+
+def test_results_of_a_task_that_is_gone_are_said():
+    text = rendered([*LINES, {**LINES[0], "task": "gone"}])
+    assert "1 results of 'gone' are not shown" in " ".join(text.split())
+    assert "Perplexity, context 64" in text

@@ -11,13 +11,14 @@ from typer.testing import CliRunner
 
 from sparsesel import InputError
 from sparsesel.cli.app import app
-from sparsesel.cli.selectors import resolve_selectors
 from sparsesel.config import RunConfig, build, load_file
 from sparsesel.eval import runner
 from sparsesel.eval.results import RESULTS, read_results
 from sparsesel.eval.runner import Run
+from sparsesel.eval.selectors import resolve_selectors
 
 SPECS = ("full", "exact_topk", "retopk")
+TASK = {"suffix": 6, "documents": 2}
 
 
 class Quiet:
@@ -54,11 +55,11 @@ def run(model_folder, text_file):
             "selectors": SPECS,
             "set": {"topk": 8},
             "contexts": (48, 96),
-            "suffix": 6,
             "texts": [str(text_file)],
-            "documents": 2,
-            **changes,
+            **{key: value for key, value in changes.items() if key not in TASK},
         }
+        fields = {**TASK, **{key: value for key, value in changes.items() if key in TASK}}
+        values.setdefault("tasks", {"perplexity": fields})
         config = build(RunConfig, values, where="run")
         pairs = [f"{name}={json.dumps(value)}" for name, value in config.set.items()]
         return Run(config, resolve_selectors(config.selectors, pairs), out)
@@ -70,8 +71,8 @@ def run(model_folder, text_file):
 def finished(tmp_path_factory, model_folder, text_file):
     """An uninterrupted run: its folder, and its lines by point."""
     out = tmp_path_factory.mktemp("finished")
-    values = {"model": str(model_folder), "selectors": SPECS, "set": {"topk": 8}, "contexts": (48, 96), "suffix": 6}
-    config = build(RunConfig, {**values, "texts": [str(text_file)], "documents": 2}, where="run")
+    values = {"model": str(model_folder), "selectors": SPECS, "set": {"topk": 8}, "contexts": (48, 96)}
+    config = build(RunConfig, {**values, "texts": [str(text_file)], "tasks": {"perplexity": TASK}}, where="run")
     with Run(config, resolve_selectors(SPECS, ["topk=8"]), out) as whole:
         whole.measure(Quiet())
     return out, read_results(out)
@@ -266,17 +267,28 @@ def test_too_short_a_text_is_refused_before_the_model_loads(run, tmp_path, monke
         ({"seed": 2**64}, "seed"),
         ({"skip_chars": -1}, "skip_chars"),
         ({"documents": 0}, "documents"),
-        ({"texts": ["a", "b"], "documents": 1}, "at least 2"),
-        ({"selectors": ()}, "selectors"),
+        ({"documents": 1, "texts": ["one", "two"]}, "at least 2"),
+        ({"selectors": ()}, "at least one selector"),
         ({"wat": 1}, "wat"),
         ({"backend": "cuda"}, "'auto', 'triton' or 'eager'"),
+        ({"tasks": {}}, "tasks"),
+        ({"tasks": {"perplexty": {}}}, "Did you mean 'perplexity'"),
+        ({"tasks": {"perplexity": {"sufix": 3}}}, "Did you mean 'suffix'"),
+        ({"tasks": {"perplexity": 3}}, "tasks"),
     ],
 )
-def test_a_run_that_makes_no_sense_is_refused(values, expected):
+def test_a_run_that_makes_no_sense_is_refused(run, values, expected, tmp_path):
+    if texts := values.get("texts"):
+        for name in texts:
+            (tmp_path / name).write_text(name * 1000)
+        values = {**values, "texts": [str(tmp_path / name) for name in texts]}
     with pytest.raises(InputError, match=expected):
-        build(RunConfig, {"selectors": ("full",), "contexts": (48,), "suffix": 6, **values}, where="run")
+        run(tmp_path / "out", **{"contexts": (48,), **values})
+    assert not (tmp_path / "out").exists()
 
 
-def test_by_default_every_text_gives_one_document():
-    assert build(RunConfig, {"selectors": ["full"]}, where="run").documents == 1
-    assert build(RunConfig, {"selectors": ["full"], "texts": ["a", "b", "c"]}, where="run").documents == 3
+def test_by_default_every_text_gives_one_document(run, text_file, tmp_path):
+    (tmp_path / "copy.txt").write_bytes(text_file.read_bytes()[10:])
+    texts = [str(text_file), str(tmp_path / "copy.txt")]
+    with run(tmp_path / "out", texts=texts, documents=None, contexts=(48,)) as both:
+        assert {point.document for point in both.points} == {0, 1}

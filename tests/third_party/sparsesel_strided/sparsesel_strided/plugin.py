@@ -1,4 +1,4 @@
-"""Entry point: says what there is, imports neither torch nor the selector."""
+"""Entry point: says what there is, imports neither torch nor the selector nor the task."""
 
 import sparsesel
 
@@ -13,5 +13,18 @@ def sparsesel_selectors() -> list[sparsesel.SelectorPlugin]:
             config="sparsesel_strided.config:StridedConfig",
             factory="sparsesel_strided.selector:StridedSelector",
             paper="Generating Long Sequences with Sparse Transformers, arXiv 1904.10509 (fixed pattern)",
+        )
+    ]
+
+
+@sparsesel.hookimpl
+def sparsesel_tasks() -> list[sparsesel.TaskPlugin]:
+    """The one task of this package."""
+    return [
+        sparsesel.TaskPlugin(
+            name="agreement",
+            summary="How often the model's next token is the one that dense attention would have chosen.",
+            config="sparsesel_strided.task:AgreementConfig",
+            factory="sparsesel_strided.task:Agreement",
         )
     ]

@@ -1,6 +1,6 @@
-"""Selectors as they are named on the command line, and the `--set` that goes with them."""
+"""Selectors as users name them, and the `--set` that goes with them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sparsesel.config import AnyConfig, parse_assignments, unknown_name
@@ -8,13 +8,21 @@ from sparsesel.errors import InputError
 from sparsesel.registry import registry
 
 
-def resolve_selectors(specs: Sequence[str], sets: Sequence[str] | Mapping[str, Any] = ()) -> dict[str, AnyConfig]:
+def needs_selectors(tasks: Iterable[str]) -> bool:
+    """Whether any of these tasks measures the selectors that the user names."""
+    return any(registry().task_class(name).needs_selectors for name in tasks)
+
+
+def resolve_selectors(
+    specs: Sequence[str], sets: Sequence[str] | Mapping[str, Any] = (), *, required: bool = True
+) -> dict[str, AnyConfig]:
     """Resolve the selectors that a command names.
 
     Args:
         specs: Selectors: `name`, `name:preset` or a config file, each optionally followed by `,field=value`.
         sets: `field=value` pairs, as text or read already. Each applies to every selector that has the field and
             wins over the spec.
+        required: Whether naming none is refused.
 
     Returns:
         The configuration of each spec, in the order given; of a file by layers, one for each of its ranges.
@@ -23,7 +31,7 @@ def resolve_selectors(specs: Sequence[str], sets: Sequence[str] | Mapping[str, A
         InputError: No selector, one named twice or in two ways, one that does not exist or does not validate, or a
             pair in `sets` whose field none of them has.
     """
-    if not specs:
+    if not specs and required:
         raise InputError(
             "--selector",
             expected="at least one selector",

@@ -1,0 +1,126 @@
+"""Tables as data: what tasks report, to be shown on a terminal or on a page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich import box
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from sparsesel.eval.figures import Figure
+
+_NARROW = 80  # columns that a table of usual numbers and names takes
+
+Value = float | int | str | None
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of numbers.
+
+    Attributes:
+        heading: May break where it has a newline.
+        values: One for each row; None where it does not apply.
+        digits: After the decimal point.
+        percent: Whether the values are fractions, to be shown in %.
+        better: Which values are good ones, empty if none is.
+        detail: Whether a narrow terminal shows it in a second table.
+    """
+
+    heading: str
+    values: Sequence[Value]
+    digits: int = 3
+    percent: bool = False
+    better: Literal["", "less", "more"] = ""
+    detail: bool = False
+
+    @property
+    def cells(self) -> list[str]:
+        """The values as text."""
+        return [self._cell(value) for value in self.values]
+
+    def _cell(self, value: Value) -> str:
+        if value is None:
+            return "–"
+        if isinstance(value, str):
+            return printable(value)
+        return f"{100 * value if self.percent else value:.{self.digits}f}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """One row for each selector.
+
+    Attributes:
+        title: What its numbers are.
+        rows: Names of the selectors.
+        columns: What is known of them.
+        references: How many of the first rows are references, which stand apart.
+        kind: Heading of the rows' names.
+    """
+
+    title: str
+    rows: Sequence[str]
+    columns: Sequence[Column]
+    references: int = 0
+    kind: str = "selector"
+
+
+@dataclass(frozen=True)
+class Section:
+    """What one task has to show.
+
+    Attributes:
+        title: The task and its setting.
+        tables: In order.
+        about: A line before them: what was measured, on what.
+        notes: Lines after them: what the columns mean.
+        figures: After the tables; a terminal does not show them, `sparsesel report` draws them.
+    """
+
+    title: str
+    tables: Sequence[Table]
+    about: str = ""
+    notes: Sequence[str] = ()
+    figures: Sequence[Figure] = ()
+
+
+def renderables(sections: Sequence[Section], *, width: int = _NARROW) -> list[RichTable | Text]:
+    """Sections for a terminal of `width` columns; on a narrow one, tables with details come in two parts."""
+    parts: list[RichTable | Text] = []
+    for section in sections:
+        if section.about:
+            parts.append(Text(printable(section.about)))
+        for table in section.tables:
+            detailed = [column for column in table.columns if column.detail]
+            if width < _NARROW and detailed:
+                parts.append(_rich(table, [column for column in table.columns if not column.detail], table.title))
+                parts.append(_rich(table, detailed, ""))
+            else:
+                parts.append(_rich(table, table.columns, table.title))
+        parts += [Text(printable(note), "dim") for note in section.notes]
+    return parts
+
+
+def _rich(table: Table, columns: Sequence[Column], title: str) -> RichTable:
+    rich = RichTable(
+        title=Text(printable(title)) if title else None,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
+    )
+    rich.add_column(table.kind, overflow="fold")
+    for column in columns:
+        rich.add_column(column.heading, justify="right", no_wrap=True)
+    for index, (name, *cells) in enumerate(zip(table.rows, *(column.cells for column in columns), strict=True)):
+        if index and index == table.references:
+            rich.add_section()
+        rich.add_row(Text(printable(name)), *(Text(cell) for cell in cells))
+    return rich
+
+
+def printable(text: str) -> str:
+    """`text` with what could drive a terminal written as its escape: files may have any name."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -1,0 +1,154 @@
+"""The whole model and the attention in it are timed; what is beyond is modelled by bytes, and says so."""
+
+import pytest
+import torch
+
+from sparsesel import InputError, make_selector
+from sparsesel.eval import run
+from sparsesel.eval.decode import clock
+from sparsesel.eval.report import rows_by_context
+from sparsesel.eval.tasks.e2e import E2e, modelled
+from sparsesel.eval.timed import Timed
+from sparsesel.kv import KVView
+from sparsesel.selector import LayerSpec
+
+SPECS = ["full", "exact_topk", "retopk,similarity_threshold=0.3"]
+
+
+@pytest.fixture(scope="module")
+def measured(model_folder):
+    return run(
+        "e2e", str(model_folder), SPECS, set={"topk": 8}, contexts=[64, 128], steps=6, modelled_contexts=[10000, 1000]
+    )
+
+
+def test_parts_of_a_token_are_no_more_than_the_whole(measured):
+    assert len(measured) == 6
+    for line in measured.lines:
+        metrics = line["metrics"]
+        assert 0 < metrics["attention_ms"] < metrics["ms_per_token"]
+        assert 0 < metrics["non_attention_ms"] < metrics["ms_per_token"]
+        assert metrics["non_attention_share"] == pytest.approx(metrics["non_attention_ms"] / metrics["ms_per_token"])
+        assert metrics["modelled_contexts"] == [1000, 10000]
+        assert metrics["density"] <= 1
+
+
+def test_attention_is_what_a_clock_around_it_says(model_folder, monkeypatch):
+    """With a clock that ticks once for each call, a step of two layers takes two ticks."""
+
+    class Ticks:
+        def __init__(self, device):
+            self.taken = []
+
+        def start(self):
+            pass
+
+        def stop(self):
+            self.taken.append(0.001)
+
+        def seconds(self):
+            return self.taken
+
+    from sparsesel.eval import decode
+
+    monkeypatch.setattr(decode, "clock", Ticks)
+    results = run("e2e", str(model_folder), SPECS, set={"topk": 8}, contexts=[64], steps=3, warmup=1)
+    for line in results.lines:
+        assert line["metrics"]["attention_ms"] == pytest.approx(2.0)
+        assert line["metrics"]["ms_per_token"] == pytest.approx(1.0)
+
+
+def test_contexts_beyond_are_modelled_by_bytes(measured):
+    lines = {line["context"]: line for line in measured.lines if line["selector"] == "full"}
+
+    def at_1000(times):
+        """Of dense attention, which reads as many bytes as there are keys, with these times at these contexts."""
+        changed = [
+            {**lines[context], "metrics": {**lines[context]["metrics"], "attention_ms": ms, "non_attention_ms": 4.0}}
+            for context, ms in times.items()
+        ]
+        total, share = modelled({context: rows[0] for context, rows in rows_by_context(changed).items()})[1000]
+        assert share == pytest.approx(4 / total)
+        return total - 4
+
+    assert at_1000({128: 2.0}) == pytest.approx(2 * 1000 / 128)
+    assert at_1000({64: 1.5, 128: 2.0}) == pytest.approx(1 + 1000 / 128)
+    # No line that could go on.
+    assert at_1000({64: 2.5, 128: 2.0}) == at_1000({64: 0.5, 128: 2.0}) == at_1000({128: 2.0})
+
+
+def test_the_report_tells_measured_from_modelled(measured):
+    (section,) = measured.report()
+    titles = [table.title for table in section.tables]
+    assert [title.rpartition(", ")[2] for title in titles] == ["measured"] * 2 + ["modelled"] * 2
+    assert all(list(table.rows) == SPECS for table in section.tables)
+    columns = {column.heading: column.values for column in section.tables[1].columns}
+    assert columns["×full"][0] == columns["×exact"][1] == 1.0
+    curves = section.figures[0]
+    assert [series.name for series in curves.series] == [
+        name for spec in SPECS for name in (spec, f"{spec} (modelled)")
+    ]
+    assert list(curves.series[0].x) == [64, 128]
+    assert list(curves.series[1].x) == [128, 1000, 10000]
+    assert curves.series[1].y[0] == curves.series[0].y[1]
+    assert "no measure of a kernel's speed" in section.notes[0]
+
+
+def test_one_context_without_models_has_no_curve(measured):
+    lines = [
+        {**line, "metrics": {**line["metrics"], "modelled_contexts": [], "modelled_bytes": []}}
+        for line in measured.lines
+        if line["context"] == 64
+    ]
+    (section,) = E2e.report(lines)
+    assert [type(figure).__name__ for figure in section.figures] == ["Bars"]
+    assert len(section.tables) == 1
+    assert E2e.report([]) == []
+
+
+def test_prompts_are_random_or_the_text(model_folder, text_file):
+    def line(**fields):
+        (found,) = run("e2e", str(model_folder), ["full"], texts=[text_file], contexts=[64], steps=2, **fields).lines
+        return found["provenance"]
+
+    first, again, other, text = line(), line(), line(seed=1), line(prompt="text")
+    assert first["parameters"]["text"] == "random tokens"
+    assert first["prompt_sha256"] == again["prompt_sha256"] != other["prompt_sha256"]
+    assert text["parameters"]["text"].endswith("text.txt")
+
+
+def test_a_timed_selector_is_the_selector():
+    selector = make_selector("retopk,topk=8")
+    timed = Timed(selector, clock(torch.device("cpu")))
+    layer = LayerSpec(0, 4, 2, 8, torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(1, heads, 40, 8, generator=generator) for heads in (4, 2, 2))
+    outputs = []
+    for one in (selector, timed):
+        state = one.init_state(layer)
+        one.observe_prefill(query[:, :, :39], KVView.dense(keys[:, :, :39], values[:, :, :39]), state, scale=0.3)
+        outputs.append(one.attend(query[:, :, 39:], KVView.dense(keys, values), state, scale=0.3))
+    assert torch.equal(*outputs)
+    assert timed.config == selector.config
+    assert timed.cost(layer, 40) == selector.cost(layer, 40)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"steps": 200}, "at least 204"),
+        ({"modelled_contexts": [64]}, "beyond 64"),
+        ({"modelled_contexts": [100, 100]}, "each once"),
+        ({"modelled_contexts": [0]}, "from 1"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(model_folder, fields, message):
+    with pytest.raises(InputError, match=message):
+        run("e2e", str(model_folder), ["full"], contexts=[64], **fields)
+
+
+def test_layers_left_dense_are_refused(model_folder, tmp_path):
+    path = tmp_path / "some.toml"
+    path.write_text('layers = {"1-" = "exact_topk"}\ntopk = 8\n', encoding="utf-8")
+    with pytest.raises(InputError, match="serves 1 of 2 layers"):
+        run("e2e", str(model_folder), [str(path)], contexts=[64], steps=2)
