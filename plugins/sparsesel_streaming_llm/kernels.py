@@ -16,6 +16,7 @@ from sparsesel.ops.launch import (
     block_tokens,
     kv_arguments,
     launch,
+    loop_stages,
     query_arguments,
     topk_arguments,
 )
@@ -172,6 +173,7 @@ def sink_window_attention(
         launch(
             sink_window_attention_kernel,
             (splits[i], kv.num_heads, batch),
+            num_stages=loop_stages(kv.values),
             **query_arguments(query, kv),
             **kv_arguments(kv),
             **topk_arguments(topk, kv),

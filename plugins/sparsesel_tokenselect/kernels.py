@@ -261,6 +261,7 @@ def discover(
     launch(
         compare_kernel,
         (batch,),
+        max_registers=128,
         **shared,
         threshold=config.similarity_threshold,
         p_between=between,

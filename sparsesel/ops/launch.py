@@ -231,6 +231,11 @@ def block_tokens(base: Tensor) -> int:
     return max(16, min(64, (1 << (13 if base.dtype == torch.float32 else 14)) // row))
 
 
+def loop_stages(base: Tensor) -> int:
+    """Stages of a loop over tiles of keys or values `[…, D]`: more float32 on the way would take too many registers."""
+    return 1 if base.dtype == torch.float32 else 2
+
+
 def topk_arguments(topk: int | str, kv: KVView) -> dict[str, Any]:
     """A budget as the parameters that kernels take it by: `topk`, and `p_topk` `[B]` int64 or None.
 

@@ -12,7 +12,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparsesel.kv import KVView
-from sparsesel.ops.launch import block_channels, block_tokens, index_arguments, kv_arguments, launch, query_arguments
+from sparsesel.ops.launch import (
+    block_channels,
+    block_tokens,
+    index_arguments,
+    kv_arguments,
+    launch,
+    loop_stages,
+    query_arguments,
+)
 from sparsesel.ops.primitives import load_group, load_rows, online_softmax, products, sequence, token_offsets, weighed
 from sparsesel.ops.split_k import combine, num_splits, part, store_part
 
@@ -141,14 +149,16 @@ def _parts(
 ) -> tuple[Float[Tensor, "heads S Dv"], Float[Tensor, "heads S 2"]]:
     """Launch one of the kernels over the parts of its slots."""
     batch, dim_v = kv.batch_size, kv.values.shape[3]
-    programs = num_heads // arguments["G"]
+    programs, stages = num_heads // arguments["G"], loop_stages(kv.values)
     splits = num_splits(batch * programs, slots, least=_LEAST_KEYS)
     parts = torch.empty(batch * num_heads, splits, dim_v, dtype=torch.float32, device=kv.device)
     lse = torch.empty(batch * num_heads, splits, 2, dtype=torch.float32, device=kv.device)
     launch(
         kernel,
         (splits, programs, batch),
-        max_registers=168 if arguments["BLOCK_G"] == 1 else 0,
+        num_stages=stages,
+        # A single query needs few; those of a group need all that there are, if of float32.
+        max_registers=168 if arguments["BLOCK_G"] == 1 else 255 if stages == 1 else 0,
         **arguments,
         p_part=parts,
         p_lse=lse,
