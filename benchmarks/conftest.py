@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from sparsesel.cli.selectors import resolve_selectors
 
 from sparsesel.config import build
 from sparsesel.errors import InputError
 from sparsesel.eval import provenance
 from sparsesel.eval.cost import CostConfig, strict_specs
+from sparsesel.eval.selectors import resolve_selectors
 from sparsesel.ops import backend
 
 ROWS = pytest.StashKey[list]()

@@ -38,4 +38,6 @@ def _visit(function: Any, found: dict[str, str]) -> None:
             if not value.fn.__module__.startswith("triton."):  # Triton's own come with its version
                 _visit(value, found)
         elif isinstance(value, tl.constexpr | int | float):
-            found[f"{where}.{node.id}"] = repr(getattr(value, "value", value))
+            # This one is false wherever kernels are compiled.
+            constant = False if node.id == "INTERPRETED" else getattr(value, "value", value)
+            found[f"{where}.{node.id}"] = repr(constant)
