@@ -15,7 +15,13 @@ from torch import Tensor
 
 _ALIGNMENT = 256  # bytes, as CUDA's own allocations
 
-_kept = threading.local()
+
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[torch.device, int], Tensor] = {}
+
+
+_kept = _Kept()
 
 
 def scratch(device: torch.device, wanted: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
@@ -35,14 +41,13 @@ def carve(
 ) -> dict[str, Tensor]:
     """Parts of the buffer of a stream of this thread."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in wanted.items()}
-    buffers: dict[tuple[torch.device, int], Tensor] = _kept.__dict__
     total = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values())
-    buffer = buffers.get((device, stream))
+    buffer = _kept.buffers.get((device, stream))
     if buffer is None or len(buffer) < total:
         # Not an inference tensor even under inference_mode, so that it may be written to outside of it.
         with torch.inference_mode(mode=False):
             buffer = torch.empty(1 << max(20, (total - 1).bit_length()), dtype=torch.uint8, device=device)
-        buffers[device, stream] = buffer
+        _kept.buffers[device, stream] = buffer
     found, at = {}, 0
     for name, (dtype, shape) in wanted.items():
         found[name] = buffer[at : at + sizes[name]].view(dtype).view(shape)
@@ -52,4 +57,4 @@ def carve(
 
 def release() -> None:
     """Forget the buffers of this thread."""
-    _kept.__dict__.clear()
+    _kept.buffers.clear()
