@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsesel.eval.figures import Marks
-from sparsesel.eval.report import Line, Row, about, ordered, reference_of, rows_by_context
+from sparsesel.eval.report import Line, Row, about, budget_of, ordered, reference_of, rows_by_context
 from sparsesel.eval.tables import Column, Section, Table
 from sparsesel.eval.tasks.perplexity import perplexity, ratio
 
@@ -109,8 +109,7 @@ class _Results:
         measured = self._measured_speedups()
         if any(value is not None for value in measured):
             return self._column("×exact", measured, self._device, better="more", digits=2)
-        modelled = [cost and cost.over_exact for cost in self.costs]
-        return self._column("×exact", modelled, "modelled", better="more", digits=2)
+        return self._column("×exact", self._over_exact(), "modelled", better="more", digits=2)
 
     def cost_table(self, names: Sequence[str], references: int) -> Table:
         def values(pick: Callable[[StepCost], float]) -> list[float | None]:
@@ -122,9 +121,20 @@ class _Results:
             Column("MB of\nstate", values(lambda cost: cost.state_bytes / 1e6), 2, better="less", detail=True),
             Column("dense\nlayers", values(lambda cost: cost.dense_layers), 0, detail=True),
             Column("×full\nmodelled", values(lambda cost: cost.over_full), 2, better="more", detail=True),
-            Column("×exact\nmodelled", values(lambda cost: cost.over_exact), 2, better="more"),
+            Column("×exact\nmodelled", self._over_exact(), 2, better="more"),
         ]
         return Table(f"Cost of a decode step at context {self._context}, modelled", names, columns, references)
+
+    def _over_exact(self) -> list[float | None]:
+        """Modelled speedups to exact Top-K: at a row's own budget, or for one without a budget the row there is."""
+        return [self._ratio_to_exact(row, cost) for row, cost in zip(self._rows, self.costs, strict=True)]
+
+    def _ratio_to_exact(self, row: Row, cost: StepCost | None) -> float | None:
+        if cost is None or budget_of(row.config) is not None:
+            return cost and cost.over_exact
+        exact = reference_of(row, self._rows, "exact_topk")
+        other = None if exact is None else self.costs[self._rows.index(exact)]
+        return other and other.bytes_read / cost.bytes_read
 
     def frontiers(self, names: Sequence[str]) -> list[Marks]:
         """Quality against bytes, for each kind of quality that was measured."""

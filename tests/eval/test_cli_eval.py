@@ -170,9 +170,12 @@ def test_a_folder_in_use_is_refused(command, tmp_path):
 # Sends itself a signal in the middle of its fourth point.
 KILLED = """
 import os
+import signal
 from sparsesel.cli import main
 from sparsesel.eval.decode import Decoder
 
+# What runs in the background is started with this signal ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 step, steps = Decoder.step, []
 
 def until_killed(self, token):

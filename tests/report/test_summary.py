@@ -73,6 +73,22 @@ def test_the_modelled_speedup_is_that_of_the_paths_counted_in_perplexity(lines):
     assert cells(needles, "×exact 1K modelled")["retopk,topk=128"] < found.over_exact
 
 
+def test_full_is_compared_with_the_exact_row_there_is(lines):
+    """One table: what exact Top-K is to full, full is to exact Top-K the other way round."""
+    (section,) = summary(lines)
+    exact, full = (
+        step_cost([e for e in lines if (e["task"], e["context"], e["selector"]) == ("perplexity", 1024, name)])
+        for name in ("exact_topk,topk=128", "full")
+    )
+    assert exact is not None
+    assert full is not None
+    assert cells(section, "×exact 1K modelled")["full"] == pytest.approx(exact.bytes_read / full.bytes_read)
+    alone = [line for line in lines if not line["selector"].startswith("exact_topk")]
+    (section,) = summary(alone)
+    assert cells(section, "×exact 1K modelled")["full"] is None
+    assert cells(section, "×exact 1K modelled")["retopk,topk=128"] is not None
+
+
 def test_measured_speed_takes_the_place_of_modelled_speed_and_names_the_device(lines):
     times = {"full": 8.0, "exact_topk,topk=128": 6.0, "retopk,topk=128": 2.0}
     latency = [
