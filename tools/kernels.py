@@ -49,6 +49,8 @@ def main() -> None:
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     found = collect()
     launches = [launch for launch in found.launches if options.only in launch.kernel]
+    if not launches:
+        parser.error(f"no kernel's name contains {options.only!r}")
     sources = {kernel: fingerprint(kernel) for kernel in sorted(kernels())}
     record = Record.read()
     known = {} if options.all else record.current(version, sources)

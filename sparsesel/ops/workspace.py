@@ -31,9 +31,14 @@ def scratch(device: torch.device, wanted: Mapping[str, tuple[torch.dtype, tuple[
         device: Where they are to lie. Elsewhere than on CUDA devices each is allocated by itself.
         wanted: Type and shape of each by name.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or _is_capturing(device):
         return {name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in wanted.items()}
     return carve(device, torch.cuda.current_stream(device).cuda_stream, wanted)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    with torch.cuda.device(device):  # the question is about the current one
+        return torch.cuda.is_current_stream_capturing()
 
 
 def carve(
@@ -44,6 +49,9 @@ def carve(
     total = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values())
     buffer = _kept.buffers.get((device, stream))
     if buffer is None or len(buffer) < total:
+        # What is too small goes first, so that the two need not fit at once.
+        del buffer
+        _kept.buffers.pop((device, stream), None)
         # Not an inference tensor even under inference_mode, so that it may be written to outside of it.
         with torch.inference_mode(mode=False):
             buffer = torch.empty(1 << max(20, (total - 1).bit_length()), dtype=torch.uint8, device=device)
