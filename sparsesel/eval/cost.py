@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-from sparsesel.config import MAX_COUNT, AnyConfig, LayeredConfig, SelectorConfig, spread_layers
+from sparsesel.config import MAX_COUNT, AnyConfig, SelectorConfig
 from sparsesel.eval.paths import Geometry, configs_by_layer, step_bytes
 from sparsesel.registry import registry
 
@@ -143,8 +143,9 @@ def cost_rows(config: CostConfig, selectors: Mapping[str, AnyConfig]) -> list[Co
     Raises:
         InputError: A selector cannot be made, or not for such layers.
     """
-    layers = _layers(config)
-    configs = {name: _by_layer(one, config.layers) for name, one in selectors.items()}
+    geometry = Geometry(config.heads, config.kv_heads, config.head_dim, tuple(range(config.layers)), config.dtype)
+    layers = geometry.specs()
+    configs = {name: configs_by_layer(one, geometry.layers) for name, one in selectors.items()}
     made = {name: _each(registry().make_selector, per_layer) for name, per_layer in configs.items()}
     exact = {name: _each(_exact_like, per_layer) for name, per_layer in configs.items()}
     full = [registry().make_selector("full")] * config.layers
@@ -200,33 +201,6 @@ def model_cost(model: Any, config: AnyConfig, context: int, metrics: Mapping[str
         "full_bytes": _total(full, layers, context)["bytes_read"],
         "exact_bytes": _total(_each(_exact_like, configs), layers, context)["bytes_read"],
     }
-
-
-def _layers(config: CostConfig) -> "list[LayerSpec]":
-    """The layers of a model that exists nowhere."""
-    import torch
-
-    from sparsesel.selector import LayerSpec
-
-    return [
-        LayerSpec(
-            layer_idx=layer_idx,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            dtype=getattr(torch, config.dtype),
-            device=torch.device("meta"),
-        )
-        for layer_idx in range(config.layers)
-    ]
-
-
-def _by_layer(config: AnyConfig, layers: int) -> Sequence[SelectorConfig]:
-    """The configuration of each layer."""
-    if not isinstance(config, LayeredConfig):
-        return [config] * layers
-    spread = spread_layers(config.layers, range(layers))
-    return [spread.get(layer) or registry().make_config("full") for layer in range(layers)]
 
 
 def _each(make: "Callable[[SelectorConfig], Selector]", configs: Sequence[SelectorConfig]) -> "list[Selector]":
