@@ -52,6 +52,15 @@ if importlib.util.find_spec("triton"):
 collect_ignore = [] if importlib.util.find_spec("sparsesel_strided") else ["third_party"]
 
 
+def pytest_collection_modifyitems(items):
+    """Leave the full grid of shapes to `make test-kernels-full`."""
+    if os.environ.get("SPARSESEL_FULL"):
+        return
+    for item in items:
+        if item.get_closest_marker("full"):
+            item.add_marker(pytest.mark.skip(reason="make test-kernels-full runs it"))
+
+
 def _poisoned(allocate):
     """`allocate`, its result full of NaN, or of a number no index has."""
 

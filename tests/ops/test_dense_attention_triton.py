@@ -1,7 +1,6 @@
 """Dense attention in Triton against float64, over layouts, shapes, types, parts and hostile numbers."""
 
 import importlib
-import os
 
 import pytest
 import torch
@@ -22,8 +21,6 @@ from sparsesel.testing import (
     random_stream,
 )
 from sparsesel.testing.inputs import HOSTILE
-
-full = pytest.mark.skipif(not os.environ.get("SPARSESEL_FULL"), reason="make test-kernels-full runs it")
 
 LAYOUTS = {
     "dense": DenseLayout(),
@@ -109,7 +106,7 @@ def test_any_shape(seed, lengths, layout, dtype, group, head_dim, parts):
         check(streams(seed, lengths, dtype, group=group, head_dim=head_dim), layout)
 
 
-@full
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["dense", "paged by channel"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])

@@ -1,7 +1,5 @@
 """Scores of chosen keys in Triton against the eager ones: bit for bit, as products of such numbers are exact."""
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,8 +11,6 @@ from sparsesel.ops.indexed_qk import indexed_qk as indexed_qk_triton
 from sparsesel.ops.launch import recording
 from sparsesel.testing import DenseLayout, PagedLayout, hostile_stream, random_stream
 from sparsesel.testing.inputs import HOSTILE
-
-full = pytest.mark.skipif(not os.environ.get("SPARSESEL_FULL"), reason="make test-kernels-full runs it")
 
 LAYOUTS = {
     "dense": DenseLayout(),
@@ -96,7 +92,7 @@ def test_any_shape(seed, lengths, layout, dtype, group, head_dim, slots, sharing
     check(stream, positions(seed, stream, {"all": 1, "group": 2, "none": 2 * group}[sharing], slots), layout)
 
 
-@full
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["dense", "paged by channel"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])

@@ -1,7 +1,6 @@
 """Scores of every key in Triton: the reference's on numbers whose products are exact, float64's on others."""
 
 import importlib
-import os
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from sparsesel.ops import backend, qk_scores, reference
 from sparsesel.ops.launch import recording
 from sparsesel.testing import DenseLayout, PagedLayout, gamma, hostile_stream, random_stream
 from sparsesel.testing.inputs import HOSTILE
-
-full = pytest.mark.skipif(not os.environ.get("SPARSESEL_FULL"), reason="make test-kernels-full runs it")
 
 LAYOUTS = {
     "dense": DenseLayout(),
@@ -127,7 +124,7 @@ def test_any_shape(seed, lengths, layout, dtype, group, head_dim, parts, tile):
         check(streams(seed, lengths, dtype, group=group, head_dim=head_dim), layout, tile)
 
 
-@full
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])

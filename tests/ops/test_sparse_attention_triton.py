@@ -1,7 +1,6 @@
 """Attention over chosen positions in Triton against float64, over layouts, shapes, types, parts and hostile numbers."""
 
 import importlib
-import os
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ from sparsesel.testing import (
     random_stream,
 )
 from sparsesel.testing.inputs import HOSTILE
-
-full = pytest.mark.skipif(not os.environ.get("SPARSESEL_FULL"), reason="make test-kernels-full runs it")
 
 LAYOUTS = {
     "dense": DenseLayout(),
@@ -146,7 +143,7 @@ def test_any_shape(seed, lengths, layout, dtype, group, head_dim, slots, sharing
         check(stream, positions(seed, stream, {"all": 1, "group": 2, "none": 2 * group}[sharing], slots), layout)
 
 
-@full
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["dense", "paged by channel"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])

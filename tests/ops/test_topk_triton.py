@@ -2,7 +2,6 @@
 
 import importlib
 import math
-import os
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from sparsesel.errors import InputError
 from sparsesel.ops import backend, reference, topk_indices
 from sparsesel.ops.launch import recording
 from sparsesel.testing import hostile_scores
-
-full = pytest.mark.skipif(not os.environ.get("SPARSESEL_FULL"), reason="make test-kernels-full runs it")
 
 MODULE = importlib.import_module("sparsesel.ops.topk")
 
@@ -76,7 +73,7 @@ def test_every_kind_of_scores(small_blocks, kind, length):
     check(KINDS[kind](2, length), 7)
 
 
-@full
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 255, 256, 257, 1000])
 def test_every_kind_of_scores_at_every_size(monkeypatch, kind, length):
@@ -140,7 +137,7 @@ def test_blocks_as_they_are(length, topk):
     check(KINDS["clustered"](1, length), topk)
 
 
-@full
+@pytest.mark.full
 @pytest.mark.parametrize(("length", "topk"), [(131_072, 512), (131_072, 8192), (1_000_003, 512), (5_000_000, 512)])
 def test_long_rows(length, topk):
     check(torch.randn(1, length, generator=torch.Generator().manual_seed(7)), topk)

@@ -1,7 +1,6 @@
 """Exact Top-K in Triton: the supports of the eager path, outputs within the bounds of float64, and what it launches."""
 
 import importlib
-import os
 
 import pytest
 import torch
@@ -22,8 +21,6 @@ from sparsesel.testing import (
     random_stream,
 )
 from sparsesel.testing.inputs import HOSTILE, Stream
-
-full = pytest.mark.skipif(not os.environ.get("SPARSESEL_FULL"), reason="make test-kernels-full runs it")
 
 LAYOUTS = {
     "dense": DenseLayout(),
@@ -102,7 +99,7 @@ def test_any_step(seed, lengths, layout, group, topk, kind):
         check(stream if kind is None else hostile_stream(stream, kind), layout, topk)
 
 
-@full
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 1), (80, 7), (96, 2), (128, 5), (256, 3)])

@@ -1,7 +1,5 @@
 """Loki's kernel and step, in Triton's interpreter, against its eager path and float64."""
 
-import os
-
 import pytest
 import torch
 import triton
@@ -20,8 +18,6 @@ from sparsesel.testing.inputs import HOSTILE, DenseLayout, PagedLayout, hostile_
 from sparsesel.testing.replay import Replay
 from sparsesel.testing.tolerances import assert_close_to_float64, gamma, unit_roundoff
 from sparsesel_loki import state as state_module
-
-full = pytest.mark.skipif(not os.environ.get("SPARSESEL_FULL"), reason="make test-kernels-full runs it")
 
 LAYOUTS = {
     "dense": DenseLayout(),
@@ -102,7 +98,7 @@ def test_a_life_is_the_same_on_both_backends(layout, dtype):
     both.each("crop", 15).steps(1).each("skip", 5).steps(1)
 
 
-@full
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("dim", "rank"), [(64, 64), (80, 1), (96, 33), (128, 32), (256, 200)])

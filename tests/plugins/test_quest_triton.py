@@ -1,7 +1,6 @@
 """Quest in Triton against its eager path and float64: lives of a cache, layouts, shapes, types, hostile numbers."""
 
 import dataclasses
-import os
 
 import pytest
 import torch
@@ -25,8 +24,6 @@ from sparsesel.testing import (
 from sparsesel.testing.inputs import HOSTILE
 from sparsesel.testing.replay import Replay
 from sparsesel_quest import kernels
-
-full = pytest.mark.skipif(not os.environ.get("SPARSESEL_FULL"), reason="make test-kernels-full runs it")
 
 LAYOUTS = {
     "dense": DenseLayout(),
@@ -135,7 +132,7 @@ SHAPES = [
     pytest.param(torch.float32, "dense", (2, 1), 8, f"topk={2**30},page_size={2**30}", id="page larger than all"),
 ]
 WIDE = [
-    pytest.param(dtype, layout, heads, dim, spec, marks=full)
+    pytest.param(dtype, layout, heads, dim, spec, marks=pytest.mark.full)
     for dtype in (torch.float32, torch.float16, torch.bfloat16)
     for layout in LAYOUTS
     for heads in ((1, 1), (5, 1), (8, 4))

@@ -4,7 +4,6 @@ Numbers lie on a grid on which scores are exact, so supports, paths and counters
 """
 
 import dataclasses
-import os
 
 import pytest
 import torch
@@ -22,8 +21,6 @@ from sparsesel_retopk import kernels, stages, step
 from sparsesel_retopk.config import ReTopKConfig
 from sparsesel_retopk.selector import ReTopKSelector
 from sparsesel_retopk.state import inverse_norm
-
-full = pytest.mark.skipif(not os.environ.get("SPARSESEL_FULL"), reason="make test-kernels-full runs it")
 
 SMALL = {"topk": 8, "cache_size": 5, "recall_size": 3, "window_size": 3, "refresh_interval": 4}
 PATHS = ("refresh", "cold", "fallback", "underfull", "reuse")
@@ -156,7 +153,7 @@ class TestWholeSteps:
         with pytest.raises(InputError, match="1 to 5"):
             selector.__post_init__()
 
-    @full
+    @pytest.mark.full
     @pytest.mark.parametrize("level", [1, 2, 3, 4, 5])
     @pytest.mark.parametrize("scope", ["head", "group-any", "group-mean"])
     @pytest.mark.parametrize("topk", [8, "20%"])
@@ -171,7 +168,7 @@ class TestWholeSteps:
     def test_hostile_input(self, kind):
         self.check_hostile(kind, level=4, steps=1)
 
-    @full
+    @pytest.mark.full
     @pytest.mark.parametrize("level", [1, 2, 3, 4, 5])
     @pytest.mark.parametrize("kind", HOSTILE)
     def test_all_hostile_input(self, kind, level):
@@ -188,9 +185,9 @@ class TestWholeSteps:
         [
             (torch.bfloat16, 80, 80, 6, 2),
             (torch.float16, 16, 24, 2, 2),
-            pytest.param(torch.bfloat16, 128, 128, 7, 1, marks=full),
-            pytest.param(torch.float32, 256, 256, 2, 1, marks=full),
-            pytest.param(torch.float16, 96, 64, 16, 1, marks=full),
+            pytest.param(torch.bfloat16, 128, 128, 7, 1, marks=pytest.mark.full),
+            pytest.param(torch.float32, 256, 256, 2, 1, marks=pytest.mark.full),
+            pytest.param(torch.float16, 96, 64, 16, 1, marks=pytest.mark.full),
         ],
     )
     def test_types_and_sizes(self, dtype, dim, dim_v, heads, kv_heads):

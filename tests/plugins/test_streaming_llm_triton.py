@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import os
 
 import pytest
 import torch
@@ -17,8 +16,6 @@ from sparsesel.selector import LayerSpec
 from sparsesel.testing.inputs import HOSTILE, DenseLayout, PagedLayout, hostile_stream, random_stream
 from sparsesel.testing.replay import Replay
 from sparsesel.testing.tolerances import assert_close_to_float64, assert_same_output
-
-full = pytest.mark.skipif(not os.environ.get("SPARSESEL_FULL"), reason="make test-kernels-full runs it")
 
 LAYOUTS = {
     "dense": DenseLayout(),
@@ -146,7 +143,7 @@ def test_any_shape(seed, lengths, layout, dtype, group, half_dim, topk, sink_siz
         check(stream, layout, topk=topk, sink_size=sink_size, positions=positions)
 
 
-@full
+@pytest.mark.full
 @pytest.mark.parametrize("positions", ["original", "cache"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)

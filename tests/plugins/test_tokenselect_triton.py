@@ -1,7 +1,5 @@
 """TokenSelect's kernels, in Triton's interpreter, against its eager path and float64."""
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,8 +16,6 @@ from sparsesel.testing.tolerances import assert_same_output
 from sparsesel_tokenselect import kernels
 from sparsesel_tokenselect.config import TokenSelectConfig
 from sparsesel_tokenselect.selector import similarity, soft_vote
-
-full = pytest.mark.skipif(not os.environ.get("SPARSESEL_FULL"), reason="make test-kernels-full runs it")
 
 LAYOUTS = {
     "dense": DenseLayout(),
@@ -81,7 +77,7 @@ def test_a_life_is_the_same_on_both_backends(layout, dtype):
     assert 0 < both.hits() < 30
 
 
-@full
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
