@@ -146,15 +146,24 @@ def work_columns(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
+def measured_on(lines: Sequence[Line], device: str = "device") -> tuple[str, bool]:
+    """Where results were measured, as `eager on cpu`, and whether in eager PyTorch, whose times are those of no kernel.
+
+    Args:
+        lines: The results.
+        device: What names the device in their provenance, `device` or `device_name`.
+    """
+    pairs = ((line["provenance"].get("backend", "?"), line["provenance"].get(device, "?")) for line in lines)
+    places = dict.fromkeys(f"{backend} on {name}" for backend, name in pairs)
+    return ", ".join(places), any(place.startswith("eager") for place in places)
+
+
 def work_note(lines: Sequence[Line]) -> str:
     """What `work_columns` mean."""
-    places = dict.fromkeys(
-        f"{line['provenance'].get('backend', '?')} on {line['provenance'].get('device', '?')}" for line in lines
-    )
-    eager = any(place.startswith("eager") for place in places)
+    places, eager = measured_on(lines)
     return (
         "exact to refresh: % of steps that took this path; candidates: keys scored in a reuse step; density: % of keys "
-        f"attended; ms per step: {', '.join(places)}{', no measure of speed' * eager}."
+        f"attended; ms per step: {places}{', no measure of speed' * eager}."
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from sparsesel.config import AnyConfig, LayeredConfig, SelectorConfig, build
 from sparsesel.errors import InputError
 from sparsesel.eval.paths import Geometry, step_bytes
-from sparsesel.eval.report import Row
+from sparsesel.eval.report import Row, measured_on
 from sparsesel.eval.tables import Column
 from sparsesel.eval.task import Bench, Case, Metrics
 from sparsesel.eval.tasks.perplexity import Perplexity, perplexity
@@ -123,13 +123,10 @@ def cost_columns(rows: Sequence[Row], base: Row) -> list[Column]:
 
 def cost_note(lines: Sequence[Mapping[str, Any]]) -> str:
     """What `cost_columns` mean."""
-    places = dict.fromkeys(
-        f"{line['provenance'].get('backend', '?')} on {line['provenance'].get('device', '?')}" for line in lines
-    )
-    eager = any(place.startswith("eager") for place in places)
+    places, eager = measured_on(lines)
     return (
         "exact, fallback, refresh: % of (head, step) pairs; candidates: keys scored in a reuse step; ms per step: "
-        f"median of whole-model steps, {', '.join(places)}{', no measure of speed' * eager}; MB modelled: what "
+        f"median of whole-model steps, {places}{', no measure of speed' * eager}; MB modelled: what "
         "attention reads in a step at the document's end, by design, with the path shares and candidates counted."
     )
 

@@ -14,7 +14,7 @@ from sparsesel.config import MAX_COUNT, TaskConfig
 from sparsesel.errors import InputError
 from sparsesel.eval.figures import Bars, Curves, Figure, Series
 from sparsesel.eval.paths import Geometry, step_bytes
-from sparsesel.eval.report import Line, Row, about, reference_of, rows_by_context
+from sparsesel.eval.report import Line, Row, about, measured_on, reference_of, rows_by_context
 from sparsesel.eval.tables import Column, Section, Table
 from sparsesel.eval.task import Bench, Case, Metrics, Setting, Task
 from sparsesel.eval.texts import cut_windows
@@ -197,12 +197,9 @@ def _growth(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _where(lines: Sequence[Line]) -> str:
-    places = dict.fromkeys(
-        f"{line['provenance'].get('backend', '?')} on {line['provenance'].get('device_name', '?')}" for line in lines
-    )
-    eager = any(place.startswith("eager") for place in places)
+    places, eager = measured_on(lines, "device_name")
     return (
-        f"Measured: {', '.join(places)}"
+        f"Measured: {places}"
         + ", which tells how long these PyTorch operations take and is no measure of a kernel's speed" * eager
         + "."
     )

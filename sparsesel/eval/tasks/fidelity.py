@@ -14,7 +14,7 @@ from pydantic import Field
 from sparsesel.errors import InputError
 from sparsesel.eval.binning import bin_means, bin_sums, middles, pooled
 from sparsesel.eval.figures import Curves, Figure, HeatMap, Marks, Series
-from sparsesel.eval.report import Line, Row, about, rows_by_context, work_columns
+from sparsesel.eval.report import Line, Row, about, measured_on, rows_by_context, work_columns
 from sparsesel.eval.tables import Column, Section, Table
 from sparsesel.eval.task import Bench, Case, Metrics, Setting
 from sparsesel.eval.tasks.perplexity import Perplexity, PerplexityConfig, score
@@ -343,11 +343,11 @@ def _support_maps(context: int, rows: Sequence[Row]) -> list[Marks]:
 
 
 def _notes(lines: Sequence[Line]) -> list[str]:
-    places = dict.fromkeys(f"{line['provenance']['backend']} on {line['provenance']['device']}" for line in lines)
+    places, _ = measured_on(lines)
     return [
         "Means over all pairs of layer, query head and step, exact paths among them. Support recall: |S ∩ E| / |E|, E "
         "being the exact top-K of the same query over the same cache; K is the selector's budget, or |S| without one. "
         "Retained mass: full attention's mass on S. Output cosine and relative error: against full attention's output "
         "of that layer and head. Distribution cosine: softmax over S alone against full attention's. Measured on "
-        f"{', '.join(places)}; nothing is modelled."
+        f"{places}; nothing is modelled."
     ]

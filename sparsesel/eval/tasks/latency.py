@@ -16,7 +16,7 @@ from sparsesel.errors import InputError
 from sparsesel.eval.cost import bandwidth_of
 from sparsesel.eval.figures import Bars, Curves, Figure, Series
 from sparsesel.eval.paths import Geometry, PathMix, configs_by_layer, step_bytes
-from sparsesel.eval.report import Line, Row, reference_of, rows_by_context
+from sparsesel.eval.report import Line, Row, measured_on, reference_of, rows_by_context
 from sparsesel.eval.results import check_folder, read_results
 from sparsesel.eval.tables import Column, Section, Table
 from sparsesel.eval.task import Bench, Case, Metrics, Setting, Task
@@ -354,14 +354,11 @@ def _about(lines: Sequence[Line]) -> str:
 
 
 def _where(lines: Sequence[Line]) -> str:
-    places = dict.fromkeys(
-        f"{line['provenance'].get('backend', '?')} on {line['provenance'].get('device_name', '?')}" for line in lines
-    )
-    eager = any(place.startswith("eager") for place in places)
+    places, eager = measured_on(lines, "device_name")
     given = _parameters(lines).get("bandwidth") is not None
     speeds = dict.fromkeys(f"{line['metrics']['bandwidth']:.0f}" for line in lines)
     return (
-        f"Measured: {', '.join(places)}"
+        f"Measured: {places}"
         + ", which tells how long these PyTorch operations take and is no measure of a kernel's speed" * eager
         + f". Bandwidth {', '.join(speeds)} GB/s, {'given' if given else 'measured by copying'}."
     )
