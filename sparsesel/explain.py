@@ -31,7 +31,8 @@ class Trace:
         step: Of any later one.
         state: The selector's state after it, on the device "meta".
         workspace: Bytes that the last step allocates, its output among them; all of them, though some are free again
-            before others are needed. Room that it makes in the state is not among them.
+            before others are needed. Room that it makes in the state is not among them, nor is what allocators round
+            up to.
         torch_ops: PyTorch operations of the last step that do more than allocate or view, each a launch of its own.
     """
 

@@ -43,7 +43,7 @@ PAGE = 16
 BUDGET = 512
 KV_HEADS = {1: 8, 4: 8, 7: 4, 16: 2}
 
-# Beside the defaults: what else changes a selector's kernels. Its presets are traced at the geometries `STARTS` alone.
+# Beside the defaults: what else changes a selector's kernels.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "exact_topk": ("exact_topk,topk=6.25%",),
     "retopk": ("retopk:group", "retopk,topk=6.25%", "retopk,retrieval=recent"),
@@ -51,6 +51,16 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "quest": ("quest,page_size=4", "quest,topk=6.25%"),
     "sparq": ("sparq,rank=64", "sparq,reallocate=false"),
     "loki": ("loki,rank=32",),
+}
+# As small as numbers get: what is 1 is a constant to Triton. These and presets are traced at the geometries `STARTS`.
+SMALLEST = {
+    "exact_topk": ("exact_topk,topk=1",),
+    "retopk": ("retopk,topk=1", "retopk,topk=1,cache_size=1,recall_size=1,window_size=1,refresh_interval=1"),
+    "streaming_llm": ("streaming_llm,topk=2,sink_size=1", "streaming_llm,topk=2,sink_size=1,positions=cache"),
+    "quest": ("quest,topk=1,page_size=1",),
+    "sparq": ("sparq,topk=1,rank=1", "sparq,topk=1,rank=1,local_size=1"),
+    "loki": ("loki,topk=1,rank=1",),
+    "tokenselect": ("tokenselect,topk=3,sink_size=1,local_size=1",),
 }
 LEVELS = (1, 2, 3, 5)  # stages of fusion that retopk has beside its own choice
 
@@ -109,10 +119,11 @@ def collect() -> Found:
     failures: dict[str, str] = {}
     groups = {"operations": _operations(), **_selectors()}
     named = {variant for variants in VARIANTS.values() for variant in variants}
-    presets = {variant for variants in groups.values() for variant in variants if ":" in variant} - named
+    brief = {variant for variants in groups.values() for variant in variants if ":" in variant} - named
+    brief |= {variant for variants in SMALLEST.values() for variant in variants}
     for name, variants in groups.items():
         starts = [{"variant": variant, **geometry} for geometry in STARTS for variant in variants]
-        varied = [variant for variant in variants if variant not in presets]
+        varied = [variant for variant in variants if variant not in brief]
         for combination in pairwise({"variant": varied, **AXES}, starts):
             geometry = dict(combination)
             variant = geometry.pop("variant")
@@ -138,7 +149,8 @@ def _selectors() -> dict[str, dict[str, Tracer]]:
     for name, registered in registry().selectors.items():
         if registered.distribution != "sparsesel":
             continue
-        specs = [name, *VARIANTS.get(name, ()), *(f"{name}:{preset}" for preset in registry().presets(name))]
+        specs = [name, *VARIANTS.get(name, ()), *SMALLEST.get(name, ())]
+        specs += [f"{name}:{preset}" for preset in registry().presets(name)]
         found[name] = {spec: functools.partial(_of_selector, spec, {}) for spec in specs}
         if name == "retopk":
             found[name] |= {f"level {n}": functools.partial(_of_selector, name, {"level": n}) for n in LEVELS}

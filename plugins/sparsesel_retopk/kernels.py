@@ -207,7 +207,8 @@ def candidates(
     """
     copy_recalled(p_rho, p_supports, p_runs, position, slots, width, cache_size, recall_size, widest, BLOCK_C, BLOCK)
     total = recall_size * widest
-    run = widest
+    # Numbers of the device even where they are the constant 1: the loop carries them.
+    run, half = tl.full([], widest, tl.int32), tl.full([], half, tl.int32)
     for level in range(LEVELS):
         tl.debug_barrier()
         merge_pairs(p_runs + level % 2 * total, p_runs + (level + 1) % 2 * total, total, run, half, BLOCK)

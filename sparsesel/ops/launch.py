@@ -24,6 +24,8 @@ from sparsesel.ops.reference import row_topk
 
 # Rows of a tile of queries: tensor cores take no fewer, and no model known has more query heads for a key-value head.
 BLOCK_G = 16
+# A tile has all channels of 16 keys or more: longer ones would not fit into shared memory.
+MAX_HEAD_DIM = 512
 
 TYPES = {
     torch.float32: "fp32",
@@ -172,7 +174,7 @@ def query_arguments(query: Tensor, kv: KVView) -> dict[str, Any]:
     `p_q, s_qb, s_qh, s_qd`, `G` (query heads of a key-value head), `DIM` (D), `BLOCK_G`, `BLOCK_D`.
 
     Raises:
-        InputError: More query heads share a key-value head than a tile has rows.
+        InputError: More query heads share a key-value head than a tile has rows, or more channels than one holds.
     """
     group, dim = query.shape[1] // kv.num_heads, query.shape[3]
     if group > BLOCK_G:
@@ -218,7 +220,18 @@ def index_arguments(indices: Tensor, query: Tensor, kv: KVView) -> dict[str, Any
 
 
 def block_channels(dim: int) -> int:
-    """Channels of a tile that holds `dim` of them: a power of two, and no fewer than tensor cores take."""
+    """Channels of a tile that holds `dim` of them: a power of two, and no fewer than tensor cores take.
+
+    Raises:
+        InputError: No tile holds so many.
+    """
+    if dim > MAX_HEAD_DIM:
+        raise InputError(
+            "head_dim",
+            expected=f"at most {MAX_HEAD_DIM} channels, which a tile of keys or values can hold",
+            got=dim,
+            remedy="Choose backend=eager for this model.",
+        )
     return max(16, triton.next_power_of_2(dim))
 
 

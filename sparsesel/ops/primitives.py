@@ -98,7 +98,7 @@ def bfloat16_parts(b):
 
 @triton.jit
 def products(b_q, b_k):
-    """`[G, N]` float32 products of queries `[G, D]` and keys `[N, D]`, exact but for the order of summation.
+    """`[G, N]` float32 products of finite queries `[G, D]` and keys `[N, D]`, exact but for the order of summation.
 
     One query is multiplied channel by channel: it would fill a sixteenth of a tensor core's tile. float32 queries of
     16-bit keys are multiplied in parts of 16 bits, as tensor cores do not multiply float32 numbers exactly.

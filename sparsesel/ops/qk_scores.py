@@ -42,7 +42,7 @@ def qk_scores_kernel(
     for at in range(begin, end, BLOCK_N):
         o_n = at + tl.arange(0, BLOCK_N)
         m_n = o_n < end
-        o_k = token_offsets(o_n, m_n, start, i_b, s_kb, s_kn, p_table, s_table, PAGE) + i_h * s_kh
+        o_k = token_offsets(o_n, m_n, start, i_b, s_kb, s_kn, p_table, s_table, PAGE) + i_h.to(tl.int64) * s_kh
         b_k = load_rows(p_k, o_k, m_n, s_kd, DIM, BLOCK_D)  # [N, D]
         b_s = products(b_q, b_k) * scale  # [G, N]
         tl.store(p_scores + o_n[None, :], b_s, mask=m_g & m_n[None, :])

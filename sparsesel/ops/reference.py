@@ -20,13 +20,13 @@ def qk_scores(query: Float[Tensor, "B Hq 1 D"], kv: KVView, *, scale: float) -> 
         G query heads.
     """
     batch, num_heads, _, dim = query.shape
-    grouped = query.float().view(batch, kv.num_heads, -1, dim)
+    grouped = query.float().view(batch, kv.num_heads, num_heads // kv.num_heads, dim)
     # Keys on the left: on a CPU two to three times as fast for groups of two or three heads, never slower.
     scores = torch.matmul(kv.logical_keys().float(), grouped.transpose(2, 3))  # [B, Hkv, L, G]
     scores = scores.transpose(2, 3).contiguous().mul_(scale)
     if not kv.uniform:
         scores.masked_fill_(~kv.visible()[:, None, None, :], float("-inf"))
-    return scores.view(batch, num_heads, -1)
+    return scores.view(batch, num_heads, kv.max_length)
 
 
 def row_topk(topk: int | str, lengths: Int[Tensor, "*rows"]) -> int | Int[Tensor, "*rows"]:
@@ -129,8 +129,9 @@ def indexed_qk(
     batch, num_heads, _, dim = query.shape
     indices = _per_key_value_head(indices, kv)
     sets, chosen = indices.shape[1:]
-    keys = kv.gather_keys(indices.reshape(batch, kv.num_heads, -1)).view(batch, sets, chosen, dim).float()
-    scores = torch.matmul(keys, query.float().view(batch, sets, -1, dim).transpose(2, 3))  # [B, H, M, Hq / H]
+    keys = kv.gather_keys(_of_key_value_heads(indices, kv)).view(batch, sets, chosen, dim).float()
+    queries = query.float().view(batch, sets, num_heads // sets, dim)
+    scores = torch.matmul(keys, queries.transpose(2, 3))  # [B, H, M, Hq / H]
     scores = scores.transpose(2, 3).mul_(scale).masked_fill_(indices[:, :, None] < 0, float("-inf"))
     return scores.reshape(batch, num_heads, chosen)
 
@@ -167,17 +168,23 @@ def softmax_values(
     indices = _per_key_value_head(indices, kv)
     batch, sets, slots = indices.shape
     unused = indices < 0
-    weights = scores.softmax(dim=-1).view(batch, sets, -1, slots)
+    weights = scores.softmax(dim=-1).view(batch, sets, scores.shape[1] // sets, slots)
     weights = weights.masked_fill(unused.all(-1)[:, :, None, None], 0.0)
-    values = kv.gather_values(indices.reshape(batch, kv.num_heads, -1)).view(batch, sets, slots, kv.values.shape[3])
+    values = kv.gather_values(_of_key_value_heads(indices, kv)).view(batch, sets, slots, kv.values.shape[3])
     # A slot without a key has weight 0, yet 0 * inf is NaN: the value it happens to read must not count either.
     values = values.float().masked_fill_(unused[..., None], 0.0)
-    return torch.matmul(weights, values).view(batch, scores.shape[1], 1, -1)
+    return torch.matmul(weights, values).view(batch, scores.shape[1], 1, values.shape[3])
 
 
 def _per_key_value_head(indices: Tensor, kv: KVView) -> Tensor:
     """Positions `[B, H, K]` with H at least Hkv: a list that all heads share is one for each key-value head."""
     return indices.expand(-1, kv.num_heads, -1) if indices.shape[1] == 1 else indices
+
+
+def _of_key_value_heads(indices: Tensor, kv: KVView) -> Tensor:
+    """Positions `[B, H, K]` of H heads, H a multiple of Hkv, as `[B, Hkv, H / Hkv · K]`."""
+    batch, sets, slots = indices.shape
+    return indices.reshape(batch, kv.num_heads, sets // kv.num_heads * slots)
 
 
 def dense_attention(query: Float[Tensor, "B Hq 1 D"], kv: KVView, *, scale: float) -> Float[Tensor, "B Hq 1 Dv"]:

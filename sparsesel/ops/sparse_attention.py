@@ -109,7 +109,7 @@ def sparse_attention(
 ) -> Float[Tensor, "B Hq 1 Dv"]:
     """Softmax attention over chosen positions; see `reference.sparse_attention`."""
     parts, lse = sparse_attention_parts(query, kv, indices[:, :, 0], scale=scale)
-    return combine(parts, lse, query.dtype).view(*query.shape[:2], 1, -1)
+    return combine(parts, lse, query.dtype).view(*query.shape[:2], 1, kv.values.shape[3])
 
 
 def sparse_attention_parts(
@@ -127,7 +127,7 @@ def softmax_values(
 ) -> Float[Tensor, "B Hq 1 Dv"]:
     """Values of chosen positions, weighed by the softmax of scores already known; see `reference.softmax_values`."""
     parts, lse = softmax_values_parts(scores, kv, indices)
-    return combine(parts, lse, torch.float32).view(*scores.shape[:2], 1, -1)
+    return combine(parts, lse, torch.float32).view(*scores.shape[:2], 1, kv.values.shape[3])
 
 
 def softmax_values_parts(
@@ -157,8 +157,8 @@ def _parts(
         kernel,
         (splits, programs, batch),
         num_stages=stages,
-        # A single query needs few; those of a group need all that there are, if of float32.
-        max_registers=168 if arguments["BLOCK_G"] == 1 else 255 if stages == 1 else 0,
+        # A single query needs few; those of a group need all that there are, if of float32 or where one part is all.
+        max_registers=168 if arguments["BLOCK_G"] == 1 else 255 if stages == 1 or splits == 1 else 0,
         **arguments,
         p_part=parts,
         p_lse=lse,

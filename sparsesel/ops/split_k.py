@@ -27,7 +27,7 @@ def num_splits(programs: int, keys: int, *, least: int = _LEAST_KEYS) -> int:
 
     A part has `least` keys or more, but for the last one.
     """
-    return max(1, min(-(-_PROGRAMS // programs), -(-keys // least), _MOST))
+    return max(1, min(-(-_PROGRAMS // max(1, programs)), -(-keys // least), _MOST))
 
 
 @triton.jit

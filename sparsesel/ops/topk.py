@@ -78,9 +78,9 @@ def topk_kernel(
         p_tiles += i_row * widest
         p_near += i_row * s_near
         p_near_scores += i_row * s_near
-        num_tiles = tl.cdiv(length, TILE)
+        num_tiles = tl.cdiv(tl.where(k > 0, length, 0), TILE)  # none where nothing is wanted of them
         threshold, ties = -2147483648, num_tiles  # below every key
-        if k < num_tiles and k > 0:
+        if k < num_tiles:
             threshold, ties = kth_key(p_maxima, num_tiles, k, BLOCK)
         keep_above(p_maxima, None, num_tiles, threshold, ties, p_tiles, None, BLOCK)
         tl.debug_barrier()
@@ -127,7 +127,7 @@ def topk_indices(
     if widest is None:
         widest = topk if isinstance(topk, int) else int(topk.max())
     rows, total = scores.shape[:-1], scores.shape[-1]
-    scores = scores.float().reshape(-1, total)
+    scores = scores.float().reshape(math.prod(rows), total)
     if scores.stride(1) != 1:
         scores = scores.contiguous()
     # One number expanded to many lies in one place, and `reshape` alone would leave it there.

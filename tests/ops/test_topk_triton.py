@@ -104,6 +104,14 @@ def test_rows_have_lengths_and_budgets_of_their_own(small_blocks):
     check(scores, topk.int(), lengths.int(), widest=40)  # a bound need not be reached
 
 
+@pytest.mark.parametrize("topk", [[0, 3], [3, 0], [0, 0]])
+def test_a_budget_may_be_nothing(small_blocks, topk):
+    """In a row as long as others, of which nothing may be written past its end."""
+    scores, lengths = hostile_scores(12, 2, 200), torch.tensor([200, 200])
+    check(scores, torch.tensor(topk), lengths)
+    check(scores, torch.tensor(topk), lengths, widest=3)
+
+
 @st.composite
 def rows(draw):
     """Rows of any numbers, most of them ties or clusters."""
@@ -123,7 +131,7 @@ def rows(draw):
 @settings(max_examples=15)
 def test_any_scores(scores, data):
     length = scores.shape[1]
-    topk = data.draw(st.lists(st.integers(1, length + 3), min_size=2, max_size=2))
+    topk = data.draw(st.lists(st.integers(0, length + 3), min_size=2, max_size=2))
     lengths = data.draw(st.lists(st.integers(0, length), min_size=2, max_size=2))
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch, data.draw(st.sampled_from([32, 64])))
@@ -175,6 +183,7 @@ def test_sums_are_added_to(small_blocks):
 def test_nothing_at_all():
     assert topk_indices(torch.empty(2, 0, 9), 3, torch.empty(2, 0, dtype=torch.int64)).shape == (2, 0, 3)
     assert topk_indices(torch.empty(2, 9), 0, torch.full((2,), 9)).shape == (2, 0)
+    assert topk_indices(torch.empty(2, 0), 3, torch.zeros(2, dtype=torch.int64)).shape == (2, 0)
 
 
 def test_scores_that_float32_does_not_hold_are_refused():
