@@ -26,6 +26,7 @@ from sparsesel.hf.rotary import rotary_of
 from sparsesel.hf.stats import Stats
 from sparsesel.kv import KVView
 from sparsesel.ops import backend as backends
+from sparsesel.ops import workspace
 from sparsesel.registry import make_selector, registry
 from sparsesel.selector import Counters, LayerSpec, Selector
 
@@ -69,7 +70,7 @@ def sparsify(
     """Let `selector` choose, at every decode step of `model`, the keys that each head attends to.
 
     Use it as a context manager, or call `close` on what it returns. Any generation mode works within. The model is
-    for inference: its cache is written in place, so PyTorch refuses a backward pass through decode steps.
+    for inference: its cache is written in place, and a backward pass through decode steps is refused.
 
     Args:
         model: A causal language model, loaded with `attn_implementation` "sdpa" (the default) or "eager".
@@ -178,6 +179,7 @@ class Session:
         """Restore the model. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
+        workspace.release()
 
     def __enter__(self) -> Self:
         return self
@@ -311,6 +313,8 @@ class Session:
         with backends.using(running):
             for t in range(new - steps, new):
                 step = selector.attend(query[:, :, t : t + 1], kv.drop_last(new - 1 - t), state, scale=scale)
+                if running == "triton" and torch.is_grad_enabled() and query.requires_grad:
+                    step = _WithoutGradient.apply(step, query)
                 outputs.append(step.transpose(1, 2))
         if cache_layer.is_offloaded:
             state.to("cpu")
@@ -321,6 +325,23 @@ class Session:
         if past == 0:  # a prompt, be it of one token
             return min(new_steps, new - 1)
         return new if new == 1 or self.multi_token == "select" else 0
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """The output of kernels in the graph of its query: a backward pass is refused there rather than cut short."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, query: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise InputError(
+            "backend",
+            expected="no backward pass through decode steps",
+            got="one through kernels of the triton backend, which have no gradients",
+            remedy="Train with the model as it is, outside of sparsify.",
+        )
 
 
 class _Hook:

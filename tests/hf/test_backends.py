@@ -168,3 +168,21 @@ def test_a_cache_filled_before_is_given_room_at_its_next_step(model, prompt):
 def test_a_capacity_that_is_no_length_is_refused(model, capacity):
     with pytest.raises(InputError, match="capacity"):
         sparsify(model, "full", capacity=capacity)
+
+
+def test_a_backward_pass_through_kernels_is_refused(model, prompt):
+    """Their outputs have no gradient, which must not just be missing."""
+    with sparsify(model, "full", backend="triton"):
+        output = model(prompt, use_cache=True)
+        output.logits.sum().backward()  # prefill is the model's own attention
+        step = model(prompt[:, :1], use_cache=True, **{compat.CACHE_ARGUMENT: compat.cache_of(output)})
+        with pytest.raises(InputError, match=r"backend.*no backward pass.*triton"):
+            step.logits.sum().backward()
+
+
+def test_closing_a_session_gives_its_scratch_back(model, monkeypatch):
+    released = []
+    monkeypatch.setattr(inject.workspace, "release", lambda: released.append(True))
+    with sparsify(model, "retopk"):
+        assert not released
+    assert released
