@@ -38,7 +38,7 @@ define set-up
 	@touch $(1)/.installed
 endef
 
-.PHONY: help demo test test-oldest test-browser test-kernels-full check check-kernels kernels format readme docs bench clean
+.PHONY: help demo test test-oldest test-extras test-kernels-full check check-kernels kernels format readme docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -60,13 +60,14 @@ $(OLDEST)/.installed: pyproject.toml $(SAMPLE_FILES)
 test-oldest: $(OLDEST)/.installed ## run the tests that depend on transformers against the oldest version supported
 	@$(OLDEST)/bin/python -m pytest $(PARALLEL) tests/hf $(ARGS)
 
-$(VENV)/.browser: $(VENV)/.installed
-	@echo "Installing sparsesel[browser]"
-	@$(VENV)/bin/python -m pip install --quiet -e '.[browser]'
+$(VENV)/.extras: $(VENV)/.installed
+	@echo "Installing sparsesel[browser,lm-eval] pandas"
+	@$(VENV)/bin/python -m pip install --quiet -e '.[browser,lm-eval]' pandas
+	@$(VENV)/bin/python -c 'import datasets, lm_eval, pandas, playwright'
 	@touch $@
 
-test-browser: $(VENV)/.browser ## open the report's page in Chromium, which must be there (CHROMIUM names it)
-	@SPARSESEL_BROWSER=required $(VENV)/bin/python -m pytest -m browser tests/report $(ARGS)
+test-extras: $(VENV)/.extras ## run the tests that need extras: lm-eval, pandas, and Chromium, which must be there (CHROMIUM names it)
+	@SPARSESEL_BROWSER=required $(VENV)/bin/python -m pytest -m "extras or browser" tests/eval tests/report $(ARGS)
 
 test-kernels-full: $(VENV)/.installed ## run the tests of kernels on the full grid of shapes, in Triton's interpreter
 	@SPARSESEL_FULL=1 $(VENV)/bin/python -m pytest $(PARALLEL) tests/ops tests/plugins tests/test_conformance_triton.py $(ARGS)

@@ -24,6 +24,7 @@ def results(model_folder, tmp_path_factory):
     )
 
 
+@pytest.mark.extras
 def test_a_data_frame_has_a_row_for_each_point(results):
     pandas = pytest.importorskip("pandas")
     frame = results.to_pandas()

@@ -17,6 +17,8 @@ pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
 
 from sparsesel.eval.tasks import lm_eval as task
 
+pytestmark = pytest.mark.extras
+
 WORDS = ["river and stone", "lamp", "bell"]
 YAML = """
 task: {name}

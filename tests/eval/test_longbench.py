@@ -14,6 +14,8 @@ pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
 
 from sparsesel.eval.tasks.longbench import SUBSETS, LongBench, LongBenchConfig, harness
 
+pytestmark = pytest.mark.extras
+
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}<s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"

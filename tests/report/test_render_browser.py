@@ -1,7 +1,7 @@
 """The page in a real browser: it opens from disk, asks the network for nothing, sorts, and fits a phone.
 
 Needs Chromium and the package playwright (`pip install "sparsesel[browser]"`), which drives the Chromium that is
-there: `CHROMIUM` names it, or it is found on the path. Where there is none, `make test-browser` fails.
+there: `CHROMIUM` names it, or it is found on the path. Where there is none, `make test-extras` fails.
 """
 
 import json
