@@ -79,7 +79,7 @@ def _prompts(lines: Sequence[Line]) -> Iterable[tuple[str, str]]:
     unequal = [
         groups
         for own in documents.values()
-        if len(groups := _grouped(own, lambda line: line["provenance"].get("prompt_sha256"))) > 1
+        if len(groups := _grouped(own, lambda line: _text(line["provenance"].get("prompt_sha256")))) > 1
     ]
     if unequal:
         who = "; ".join(f"one for {_selectors(group)}" for group in unequal[0].values())

@@ -14,7 +14,8 @@ from sparsesel.config import AnyConfig, BackendName, LayeredConfig, RunConfig, S
 from sparsesel.errors import InputError
 from sparsesel.eval import provenance
 from sparsesel.eval.cost import model_cost
-from sparsesel.eval.results import Point, ResultStore, check_folder, check_same, point_of, read_results
+from sparsesel.eval.line import NoResultError, Point, point_of
+from sparsesel.eval.results import ResultStore, check_folder, check_same, read_results
 from sparsesel.eval.sharding import Shard, merge
 from sparsesel.eval.task import Case, Task
 from sparsesel.eval.texts import Text, load_texts, texts_sha256
@@ -353,12 +354,10 @@ class Run:
         }
         try:
             self._target.append(line)
-        except InputError:
-            raise
-        except (TypeError, ValueError) as error:
+        except NoResultError as error:
             from sparsesel.eval.decode import MeasurementError
 
-            raise MeasurementError(f"{point.task} with {point.selector}: metrics that are no JSON: {error}") from error
+            raise MeasurementError(f"{point.task} with {point.selector} gave no result: {error}") from error
 
     @staticmethod
     def _cost(model: Any, config: AnyConfig, context: int, metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sparsesel.errors import InputError
-from sparsesel.eval.results import ResultStore, lock_name, point_of
+from sparsesel.eval.line import point_of
+from sparsesel.eval.results import ResultStore, lock_name
 
 _FILES = "results.rank*.jsonl"
 _TIMEOUT = datetime.timedelta(days=30)  # others may measure for long after one is done

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsesel import InputError
-from sparsesel.eval.results import RESULTS, Point, ResultStore, point_of, read_results
+from sparsesel.eval.line import Point, point_of
+from sparsesel.eval.results import RESULTS, ResultStore, read_results
 from sparsesel.eval.sharding import Shard, merge
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import dataclasses
 import hashlib
 import html.parser
 import json
@@ -16,6 +17,7 @@ from sparsesel.eval.render.content import Content, Part, Shown, gather
 from sparsesel.eval.render.draw import draw
 from sparsesel.eval.render.markdown import escape, markdown
 from sparsesel.eval.render.page import page
+from sparsesel.eval.render.write import write
 from sparsesel.eval.tables import Column, Section, Table
 
 HOSTILE = "<script>alert(1)</script>\"' onload=x **b** | `c` \x1b[2J"
@@ -137,10 +139,40 @@ def test_a_task_that_is_not_installed_is_said(tmp_path, lines):
 def test_lines_that_a_report_cannot_use_do_not_hide_the_others(tmp_path, lines):
     broken = [{**line, "metrics": {}} for line in lines if line["task"] == "niah"]
     content = gather([write_results(tmp_path / "a", [*[x for x in lines if x["task"] == "perplexity"], *broken])])
-    text = markdown(content)
-    assert "Perplexity, context 1024" in text
-    assert "are not shown: its report failed with KeyError" in text
-    assert "There is no summary" in text
+    (part,) = [part for part in content.parts if part.task == "niah"]
+    (note,) = part.shown[0].section.notes
+    assert re.fullmatch(r"\d+ results are not shown in niah \(the first is full at .*failed with KeyError.*", note)
+    summary, said = [shown.section for shown in content.parts[0].shown]
+    assert [column.heading.split()[0] for column in summary.tables[0].columns].count("PPL") == 2
+    assert "not shown in the summary" in said.notes[0]
+
+
+def test_one_line_that_a_report_cannot_use_hides_no_other(tmp_path, lines):
+    own = [line for line in lines if line["task"] == "niah"]
+    broken = copy.deepcopy(own)
+    del broken[3]["metrics"]["score"]
+    expected, got = (gather([write_results(tmp_path / name, each)]) for name, each in (("a", own), ("b", broken)))
+    (shown, said) = got.parts[-1].shown
+    assert [table.title for table in shown.section.tables] == [
+        table.title for table in expected.parts[-1].shown[0].section.tables
+    ]
+    place = f"the first is {own[3]['selector']} at context {own[3]['context']}, document {own[3]['document']}"
+    assert f"1 results are not shown in niah ({place})" in said.section.notes[0]
+
+
+def test_a_figure_that_cannot_be_drawn_is_said_and_takes_nothing_else_along(tmp_path, lines, monkeypatch):
+    content = gather([write_results(tmp_path / "a", [line for line in lines if line["task"] == "perplexity"])])
+    bad = Curves("Of <nothing>", "x", "y", [Series("s", [1, 2], [1.0])])
+    shown = content.parts[-1].shown[0]
+    parts = [dataclasses.replace(content.parts[-1], shown=[Shown(shown.section, [("bad", bad), *shown.figures])])]
+    written = write(dataclasses.replace(content, parts=[content.parts[0], *parts]), tmp_path / "out")
+    (problem,) = written.problems
+    assert "'Of <nothing>' cannot be drawn (ValueError" in problem
+    assert written.count == len(list((tmp_path / "out" / "figures").glob("*.png"))) == len(content.figures)
+    for path in (written.markdown, written.page):
+        text = path.read_text(encoding="utf-8")
+        assert "nothing" in text.partition("Left out")[2].partition("Summary")[0]
+        assert "figures/bad" not in text
 
 
 DRAWN = {}

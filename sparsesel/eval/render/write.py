@@ -3,12 +3,13 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sparsesel.errors import InputError
+from sparsesel.eval.figures import Figure
 from sparsesel.eval.render.content import Content
 from sparsesel.eval.render.draw import Drawing, draw
 from sparsesel.eval.render.markdown import markdown
@@ -19,12 +20,13 @@ _OURS = ".figures"  # names the files that the last report wrote into `figures`
 
 @dataclass(frozen=True)
 class Written:
-    """Where a report is."""
+    """Where a report is, of how many figures, and which could not be drawn."""
 
     markdown: Path
     page: Path
     figures: Path
     count: int
+    problems: Sequence[str]
 
 
 def write(content: Content, out: Path, *, track: Callable[[list[Any]], Iterable[Any]] = iter) -> Written:
@@ -41,7 +43,8 @@ def write(content: Content, out: Path, *, track: Callable[[list[Any]], Iterable[
     figures = out / "figures"
     try:
         figures.mkdir(parents=True, exist_ok=True)  # before the work: what cannot be is refused at once
-        drawings = {name: draw(figure, content.selectors) for name, figure in track(content.figures)}
+        drawings, undrawn = _draw(track(content.figures), content.selectors)
+        content = content.without(undrawn)
         _write_figures(figures, drawings)
         _replace(out / "report.md", markdown(content).encode())
         _replace(out / "report.html", page(content, drawings).encode())
@@ -52,7 +55,19 @@ def write(content: Content, out: Path, *, track: Callable[[list[Any]], Iterable[
             got=f"{out}: {error.strerror or error}",
             remedy="Choose another folder with --out.",
         ) from error
-    return Written(out / "report.md", out / "report.html", figures, len(drawings))
+    return Written(out / "report.md", out / "report.html", figures, len(drawings), list(undrawn.values()))
+
+
+def _draw(figures: Iterable[tuple[str, Figure]], selectors: Sequence[str]) -> tuple[dict[str, Drawing], dict[str, str]]:
+    """The drawing of each figure, and of those that cannot be drawn why: a third party's may hold anything."""
+    drawings: dict[str, Drawing] = {}
+    undrawn: dict[str, str] = {}
+    for name, figure in figures:
+        try:
+            drawings[name] = draw(figure, selectors)
+        except Exception as error:
+            undrawn[name] = f"The figure {figure.title!r} cannot be drawn ({type(error).__name__}: {error})."
+    return drawings, undrawn
 
 
 def _write_figures(folder: Path, drawings: Mapping[str, Drawing]) -> None:
