@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import re
 import reprlib
 import tomllib
@@ -105,6 +106,20 @@ class TaskConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
+
+def absolute_path(path: str) -> str:
+    """A path that means the same from everywhere, `~` and what leads through `..` resolved.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not path.strip() or "\0" in path:
+        raise ValueError("must be a path")
+    return os.path.abspath(os.path.expanduser(path))
+
+
+PathText = Annotated[str, AfterValidator(absolute_path)]
+"""A path in a configuration: absolute once it is read, so that what is written beside results holds anywhere."""
 
 LayerKey = int | str
 """Names layers: an index, "first-last" (both included) or "first-" (to the last)."""
@@ -505,6 +520,9 @@ class RunConfig(BaseModel):
     model: str = Field(default="smollm2-135m", description="The offline model's name, a local folder or a Hub id.")
     selectors: tuple[str, ...] = Field(
         default=(), strict=False, description="Selectors: name, name:preset or a file, then ,field=value."
+    )
+    names: dict[str, str] = Field(
+        default_factory=dict, description="What selectors are called in results, from one of `selectors` to its name."
     )
     set: dict[str, Any] = Field(default_factory=dict, description="Fields set in every selector that has them.")
     contexts: tuple[int, ...] = Field(

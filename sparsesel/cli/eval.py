@@ -256,6 +256,8 @@ def _run_task(
         own.update({key: value for key, value in parsed.items() if value is not None})
     values["tasks"] = {name: own}
     values.update({key: value for key, value in given.items() if value is not None and value != []})
+    if given.get("selectors") and isinstance(names := values.get("names"), dict):
+        values["names"] = {spec: name for spec, name in names.items() if spec in given["selectors"]}
     if sets:
         known = values.get("set")
         values["set"] = {**(known if isinstance(known, dict) else {}), **parse_assignments(sets, where="--set")}
@@ -274,7 +276,9 @@ def _run(values: dict[str, Any], out_dir: str, *, online: bool) -> None:
     config = build(RunConfig, values, where="eval")
     for name, fields in config.tasks.items():
         registry().make_task_config(name, fields)
-    resolved = resolve_selectors(config.selectors, config.set, required=needs_selectors(config.tasks))
+    resolved = resolve_selectors(
+        config.selectors, config.set, required=needs_selectors(config.tasks), names=config.names
+    )
 
     from sparsesel.eval.differences import differences
     from sparsesel.eval.progress import Silent, TerminalProgress

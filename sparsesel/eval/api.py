@@ -140,7 +140,9 @@ def run(
         },
         where="run",
     )
-    resolved = resolve_selectors(config.selectors, config.set, required=needs_selectors(config.tasks))
+    resolved = resolve_selectors(
+        config.selectors, config.set, required=needs_selectors(config.tasks), names=config.names
+    )
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         measuring = stack.enter_context(Run(config, resolved, folder, online=online))

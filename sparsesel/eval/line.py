@@ -51,6 +51,7 @@ class _Metrics(_Shape):
     reuse_share: Number | None = None
     fallback_share: Number | None = None
     refresh_share: Number | None = None
+    miss_share: Number | None = None
     candidates: Number | None = None
     ms_per_step: Number | None = None
     bytes_per_step: Number | None = None

@@ -77,7 +77,7 @@ class ResultStore:
         """Write a whole file into the folder, completely or not at all."""
         part = self.folder / f".{name}.part"
         with self._refusing():
-            part.write_text(text, encoding="utf-8")
+            part.write_text(text, encoding="utf-8", errors="surrogateescape")
             part.replace(self.folder / name)
 
     def close(self) -> None:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from sparsesel.config import AnyConfig, BackendName, LayeredConfig, RunConfig, SelectorConfig
 from sparsesel.errors import InputError
-from sparsesel.eval import provenance
+from sparsesel.eval import provenance, run_file
 from sparsesel.eval.cost import model_cost
 from sparsesel.eval.line import NoResultError, Point, point_of
 from sparsesel.eval.results import ResultStore, check_folder, check_same, read_results
+from sparsesel.eval.selectors import CALIBRATION
 from sparsesel.eval.sharding import Shard, merge
 from sparsesel.eval.task import Case, Task
 from sparsesel.eval.texts import Text, load_texts, texts_sha256
@@ -164,7 +165,7 @@ class Run:
         self._device = default_device()
         self._dtype = str(self._source.dtype(self._device)).removeprefix("torch.")
         self._backend: BackendName = resolve_backend(config.backend, self._device)
-        self.config = config.model_copy(
+        self.config = run_file.portable(config).model_copy(
             update={
                 "model": self._source.name,
                 "texts": tuple(os.path.abspath(path) for path in config.texts),
@@ -201,6 +202,7 @@ class Run:
             Group(g.task, g.context, g.document, tuple(p.selector for p in g.points if p not in self._known))
             for g in groups
         ]
+        self._open = any(group.specs for group in remaining)
         return self.shard.share([group for group in remaining if group.specs], self._units)
 
     def _check_cases(self) -> None:
@@ -232,6 +234,8 @@ class Run:
         """
         if self.store.torn:
             progress.say(f"The last line of {self.store.folder} was incomplete; it was moved to results.jsonl.torn.")
+        if self.shard.is_first and self._open:
+            run_file.write(self.store, self.config)
         if self._pending:
             self._measure(progress)
         if self.shard.world > 1:
@@ -245,8 +249,6 @@ class Run:
         import torch
 
         total = len(self._known & set(self.points)) + sum(len(group.specs) for group in self._pending)
-        if self.shard.is_first:
-            self.store.write_beside("config.json", json.dumps(self.config.model_dump(mode="json"), indent=2) + "\n")
         if self.done:
             progress.say(f"{self.done} of {len(self.points)} points are there already.")
         model = None
@@ -339,6 +341,8 @@ class Run:
             expected["config"] = config.model_dump(mode="json")
             if calibration := self._calibrations[str(config)]:
                 expected["provenance.calibration_sha256"] = calibration
+                if line["provenance"].get("calibration_sha256") == calibration:  # whatever the file's path is
+                    expected["config"] = _calibrated_as(expected["config"], line["config"])
         if task is not None:
             parameters = self._parameters(task, point.context, point.document)
             expected |= {f"provenance.parameters.{name}": value for name, value in parameters.items()}
@@ -496,14 +500,21 @@ def _origins(config: AnyConfig) -> str:
     return ", ".join(dict.fromkeys(f"{plugin.distribution} {plugin.version}" for plugin in plugins))
 
 
+def _calibrated_as(config: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that names its calibration as another does, in each range of layers."""
+    if "layers" in config:
+        known = other.get("layers") or {}
+        return {"layers": {key: _calibrated_as(one, known.get(key, {})) for key, one in config["layers"].items()}}
+    return {name: other.get(name) if name == CALIBRATION else value for name, value in config.items()}
+
+
 def _calibration_sha256(config: AnyConfig) -> str:
     """SHA-256 of the calibration files that a configuration's selectors read, empty if they read none.
 
-    By convention the field `calibration` of a selector that can be calibrated names the file, or says how to do
-    without one.
+    By convention the field `calibration` names the file, or says how to do without one.
     """
     calibrated = [one for one in _configs(config) if registry().get(one.name).plugin.calibrate]
-    paths = [Path(str(getattr(one, "calibration", ""))) for one in calibrated]
+    paths = [Path(str(getattr(one, CALIBRATION, ""))) for one in calibrated]
     return ", ".join(dict.fromkeys(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import Field
 
-from sparsesel.config import TaskConfig
+from sparsesel.config import PathText, TaskConfig
 from sparsesel.errors import InputError
 from sparsesel.eval.answers import encode
 from sparsesel.eval.report import Line, Row, about, ordered, work_columns, work_note
@@ -41,9 +41,8 @@ class LmEvalConfig(TaskConfig):
         description="Names of the harness's generation tasks: gsm8k, for example.",
         json_schema_extra={"default": "none, at least one has to be named"},
     )
-    include_path: str | None = Field(
+    include_path: PathText | None = Field(
         default=None,
-        min_length=1,
         description="A folder with more tasks: the harness's YAML files.",
         json_schema_extra={"default": "none"},
     )

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, field_validator
 
-from sparsesel.config import TaskConfig, read_text
+from sparsesel.config import PathText, TaskConfig, read_text
 from sparsesel.errors import InputError
 from sparsesel.eval.answers import answer, chat_frame, encode, score_tables
 from sparsesel.eval.report import Line, about, rows_by_context, work_note
@@ -38,9 +38,8 @@ class LongBenchConfig(TaskConfig):
     subsets: tuple[Subset, ...] = Field(
         default=SUBSETS, strict=False, min_length=1, description="2wikimqa, hotpotqa and multifieldqa_en, or some."
     )
-    folder: str | None = Field(
+    folder: PathText | None = Field(
         default=None,
-        min_length=1,
         description="Where the published files are: 2wikimqa.jsonl and so on.",
         json_schema_extra={"default": "none: downloaded, with --online"},
     )
@@ -301,7 +300,7 @@ def _load(folder: str | None, subset: Subset, *, online: bool) -> Data:
     """
     if folder is None:
         return _download(subset, online=online)
-    path = Path(folder).expanduser() / f"{subset}.jsonl"
+    path = Path(folder) / f"{subset}.jsonl"
     if not path.is_file():
         raise InputError(
             "folder",
