@@ -78,7 +78,14 @@ def evaluation(
             got="neither" if config_file is None else "no --out",
             remedy="Write sparsesel eval --config grid.toml --out DIR, or name a task.",
         )
-    _run(load_file(config_file), out_dir, online=online)
+    values = load_file(config_file)
+    try:
+        _run(values, out_dir, online=online)
+    except InputError as error:  # all that it says of the run comes from the file
+        if error.field.removeprefix("--") == "out":
+            raise
+        field = f"{error.field} of {config_file}"
+        raise type(error)(field, expected=error.expected, got=error.got, remedy=error.remedy) from None
 
 
 _COMMON: dict[str, Any] = {

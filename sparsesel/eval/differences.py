@@ -53,14 +53,14 @@ def _within_cases(lines: Sequence[Line]) -> list[str]:
 def _budgets(lines: Sequence[Line]) -> Iterable[tuple[str, str]]:
     budgets = _grouped(lines, lambda line: budget_of(line["config"]))
     budgets.pop(None, None)
-    if len(budgets) > 1 and not _varies_budgets(lines[0]["task"]):
+    if len(budgets) > 1 and not _varies_budgets(lines):
         yield "budgets", "; ".join(f"topk {budget} for {_selectors(own)}" for budget, own in budgets.items())
 
 
-def _varies_budgets(task: str) -> bool:
-    """Whether a task does on purpose; one that is not installed does not say so."""
+def _varies_budgets(lines: Sequence[Line]) -> bool:
+    """Whether their task does on purpose; one that is not installed does not say so."""
     try:
-        return registry().task_class(task).varies_budgets
+        return registry().task_class(lines[0]["task"]).varies_budgets_in(lines)
     except InputError:
         return False
 

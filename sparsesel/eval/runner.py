@@ -1,10 +1,11 @@
 """Measures a grid of tasks, selectors, contexts and documents, and takes up where an earlier run stopped."""
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -138,7 +139,10 @@ class Run:
         check_folder(out)
         self._tasks = {name: registry().make_task(name, fields) for name, fields in config.tasks.items()}
         self._given = dict(selectors)
-        self._selectors = {name: dict(task.selectors(self._given)) for name, task in self._tasks.items()}
+        self._selectors: dict[str, dict[str, AnyConfig]] = {}
+        for name, task in self._tasks.items():
+            with self._naming(name):
+                self._selectors[name] = dict(task.selectors(self._given))
         self._source = resolve(config.model, online=online)
         limit = self._source.max_length
         reached = any(task.needs_model for task in self._tasks.values())
@@ -155,11 +159,11 @@ class Run:
         self._calibrations = {str(one): _calibration_sha256(one) for one in (*every.values(), *selectors.values())}
         self._data = texts_sha256(texts)
         self._setting = RunSetting(config, texts, self._source, online=online)
-        groups = [
-            Group(name, context, document, tuple(self._selectors[name]))
-            for name, task in self._tasks.items()
-            for context, document in task.points(self._setting)
-        ]
+        groups: list[Group] = []
+        for name, task in self._tasks.items():
+            with self._naming(name):
+                specs = tuple(self._selectors[name])
+                groups += [Group(name, *place, specs) for place in task.points(self._setting)]
         self.points = [point for group in groups for point in group.points]
         self.shard.join()
         self._device = default_device()
@@ -311,8 +315,19 @@ class Run:
     def _order(self) -> dict[Point, int]:
         return {point: place for place, point in enumerate(self.points)}
 
+    @contextlib.contextmanager
+    def _naming(self, task: str) -> Iterator[None]:
+        """Let what a task refuses say which of several refused it."""
+        try:
+            yield
+        except InputError as error:
+            if len(self._tasks) == 1:
+                raise
+            field = f"{error.field} of task {task}"
+            raise type(error)(field, expected=error.expected, got=error.got, remedy=error.remedy) from error
+
     def _prepare(self, group: Group) -> Case:
-        with quiet():
+        with quiet(), self._naming(group.task):
             return self._tasks[group.task].prepare(self._setting, group.context, group.document)
 
     def _units(self, group: Group) -> float:

@@ -59,6 +59,13 @@ def resolve_selectors(
                 remedy="Leave one of them out.",
             )
         fields[spec] = registry().fields(spec)
+    if overrides and specs and not any(fields.values()):
+        raise InputError(
+            "--set",
+            expected="a selector with fields",
+            got=f"{next(iter(overrides))!r} for {', '.join(fields)}",
+            remedy="Leave --set out, or name another selector.",
+        )
     for key in overrides:
         if not any(key in known for known in fields.values()):
             raise unknown_name("--set", key, set().union(*fields.values()), what="field")

@@ -23,8 +23,10 @@ from sparsesel.eval.texts import cut_windows
 class E2eConfig(TaskConfig):
     """What is decoded, and what is modelled."""
 
-    steps: int = Field(default=32, ge=1, description="Steps timed at the end of each context; their median counts.")
-    warmup: int = Field(default=2, ge=0, description="Steps before them, not timed.")
+    steps: int = Field(
+        default=32, ge=1, le=MAX_COUNT, description="Steps timed at the end of each context; their median counts."
+    )
+    warmup: int = Field(default=2, ge=0, le=MAX_COUNT, description="Steps before them, not timed.")
     prompt: Literal["random", "text"] = Field(
         default="random", description="What fills the context: random tokens, or the beginning of the first text."
     )

@@ -27,6 +27,7 @@ _PAPER = "0.875/0.119/0.006"
 _COUNTING = ("perplexity", "fidelity", "sensitivity", "ablation")  # tasks whose paths are those of a text
 _SHARES = ("exact_share", "reuse_share", "refresh_share", "miss_share")
 _LEAST_PROMPT = 40
+_WIDEST = 65_536  # heads of a layer, or channels of a head
 _PARTS = 7  # of a bar, beside the last
 _UNTIMED = 6  # steps beside those of the field
 
@@ -35,16 +36,21 @@ class LatencyConfig(TaskConfig):
     """What is timed, and how often."""
 
     heads: int | None = Field(
-        default=None, ge=1, description="Query heads of a layer.", json_schema_extra={"default": "the model's"}
+        default=None,
+        ge=1,
+        le=_WIDEST,
+        description="Query heads of a layer.",
+        json_schema_extra={"default": "the model's"},
     )
     kv_heads: int | None = Field(
         default=None,
         ge=1,
+        le=_WIDEST,
         description="Key-value heads of a layer, a divisor of its query heads.",
         json_schema_extra={"default": "the model's"},
     )
     head_dim: int | None = Field(
-        default=None, ge=2, description="Channels of a head.", json_schema_extra={"default": "the model's"}
+        default=None, ge=2, le=_WIDEST, description="Channels of a head.", json_schema_extra={"default": "the model's"}
     )
     layers: int | None = Field(
         default=None,
@@ -63,8 +69,10 @@ class LatencyConfig(TaskConfig):
         description="Shares of reuse, fallback and refresh, as numbers (the paper's at 16K by default), or a folder of "
         "results of perplexity or fidelity with the same selectors, of which each gets its own.",
     )
-    steps: int = Field(default=16, ge=1, description="Steps timed, each of them with new queries and one more key.")
-    repeats: int = Field(default=5, ge=1, description="Times that every step is timed; its median counts.")
+    steps: int = Field(
+        default=16, ge=1, le=100_000, description="Steps timed, each of them with new queries and one more key."
+    )
+    repeats: int = Field(default=5, ge=1, le=10_000, description="Times that every step is timed; its median counts.")
     similarity: float = Field(
         default=0.97, ge=0, le=1, description="Cosine of a query to the earlier ones that it is like."
     )

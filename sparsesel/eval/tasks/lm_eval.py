@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import Field
 
-from sparsesel.config import PathText, TaskConfig
+from sparsesel.config import MAX_COUNT, PathText, TaskConfig
 from sparsesel.errors import InputError
 from sparsesel.eval.answers import encode
 from sparsesel.eval.report import Line, Row, about, ordered, work_columns, work_note
@@ -49,12 +49,14 @@ class LmEvalConfig(TaskConfig):
     limit: int | None = Field(
         default=None,
         ge=1,
+        le=MAX_COUNT,
         description="Questions of each task, from the first.",
         json_schema_extra={"default": "all"},
     )
     num_fewshot: int | None = Field(
         default=None,
         ge=0,
+        le=10_000,
         description="Examples before each question.",
         json_schema_extra={"default": "what the task says"},
     )
