@@ -4,6 +4,7 @@ import functools
 import inspect
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperGroup
 
 from sparsesel.cli.console import err, out, print_differences, safe
-from sparsesel.config import RunConfig, TaskConfig, build, load_file, parse_assignments, parse_value
+from sparsesel.config import AnyConfig, RunConfig, TaskConfig, build, load_file, parse_assignments, parse_value
 from sparsesel.errors import InputError
 from sparsesel.eval.selectors import needs_selectors, resolve_selectors
 from sparsesel.registry import registry
@@ -287,14 +288,24 @@ def _run(values: dict[str, Any], out_dir: str, *, online: bool) -> None:
         config.selectors, config.set, required=needs_selectors(config.tasks), names=config.names
     )
 
+    from sparsesel.eval.sharding import LeftAloneError
+
+    try:
+        _measure(config, resolved, Path(out_dir), online=online)
+    except LeftAloneError as error:
+        err.print(f"error: {safe(error)}", soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def _measure(config: RunConfig, selectors: Mapping[str, AnyConfig], folder: Path, *, online: bool) -> None:
+    """Measure a run, and show it."""
     from sparsesel.eval.differences import differences
     from sparsesel.eval.progress import Silent, TerminalProgress
     from sparsesel.eval.report import report
     from sparsesel.eval.runner import Run
     from sparsesel.eval.tables import renderables
 
-    folder = Path(out_dir)
-    with Run(config, resolved, folder, online=online) as run:
+    with Run(config, selectors, folder, online=online) as run:
         # Loads torch, which is seconds; `Run` has refused what it can without.
         from sparsesel.eval.decode import MeasurementError
 

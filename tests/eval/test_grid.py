@@ -1,6 +1,7 @@
 """Several tasks by one file, and what is refused of it."""
 
 import contextlib
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -104,11 +105,12 @@ def test_every_number_of_a_task_has_an_upper_bound():
     assert len(ours) == 11
     for name in ours:
         for key, field in registry().task_config_class(name).model_fields.items():
+            kind: Any = field.annotation
             with contextlib.suppress(ValidationError):
-                TypeAdapter(field.annotation).validate_python(1.5, strict=True)
+                TypeAdapter(kind).validate_python(1.5, strict=True)
                 continue  # a share or a speed
             with contextlib.suppress(ValidationError):
-                TypeAdapter(field.annotation).validate_python(7, strict=True)
+                TypeAdapter(kind).validate_python(7, strict=True)
                 assert any(isinstance(one, annotated_types.Le) for one in field.metadata), (name, key)
                 with pytest.raises(InputError, match="less than or equal"):
                     registry().make_task_config(name, {key: 2**63})

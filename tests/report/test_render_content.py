@@ -4,11 +4,15 @@ import base64
 import copy
 import dataclasses
 import hashlib
+import html
 import html.parser
 import json
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 
 from sparsesel import InputError
 from sparsesel.eval.figures import Curves, HeatMap, Series
@@ -248,6 +252,32 @@ def test_markdown_of_others_is_text(text):
     assert escape(text)[0] in "\\&1a"
     assert "\n" not in escape(text)
     assert re.sub(r"\\(.)", r"\1", escape(text)).replace("&gt;", ">") == " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *((text, text) for text in ("0.77", "1.0000", "-1.5", "+3", "12", "x86_64", "sink_size=2", "a-b", "1.a")),
+        ("7.", r"7\."),  # an empty item
+        ("7. item", r"7\. item"),
+        ("2026) item", r"2026\) item"),
+        ("- item", r"\- item"),
+        ("---", r"\---"),
+        ("_private", r"\_private"),
+        ("__init__", r"\_\_init\_\_"),
+        ("a_", r"a\_"),
+    ],
+)
+def test_only_what_markdown_would_read_is_escaped(text, expected):
+    assert escape(text) == expected
+
+
+@given(text=st.text(st.sampled_from("ab1 0_*-+.)(=#[]!`|~<>&\\{}$"), max_size=12))
+def test_markdown_shows_any_text_as_it_is(text):
+    reader = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    for wrap in ("{}", "**{}**", "# {}"):
+        shown = reader.render(wrap.format(escape(text)) + "\n")
+        assert html.unescape(re.sub(r"<[^>]*>", "", shown)).strip() == " ".join(text.split())
 
 
 def test_the_page_allows_only_its_own_style_and_script(results):
