@@ -46,7 +46,8 @@ def test_prompt_and_answer_fill_the_context_exactly(tokenizers, which, context):
         for _, sentence in hidden.needles:
             assert text.count(sentence) == 1
         assert all(value in text for value in case.values)
-        assert text.endswith((f"The locker code of the {hidden.key} is", f"locker codes of the {hidden.key}:\n\n1."))
+        first = next(sentence for _, sentence in hidden.needles if case.values[0] in sentence)
+        assert text.endswith("1. " + first.partition(case.values[0])[0])  # the answer begins as the needle does
         assert text.startswith({"plain": "Some locker", "bos": "<s>", "chat": "<s>user\n"}[which])
 
 
@@ -57,7 +58,7 @@ def test_a_needle_lies_at_its_depth(tokenizers, trial):
     case = task.prepare(given, 2000, trial)
     text = tokenizers["plain"].decode(case.tokens)
     begin, end = len(niah._INTRO), text.index("\n\nWhat is")
-    place = (text.index("The locker code") - begin) / (end - begin)
+    place = (text.index("Locker code:") - begin) / (end - begin)
     assert place == pytest.approx(task.parameters(given, 2000, trial)["depth"], abs=0.07)
 
 
@@ -75,7 +76,9 @@ def test_what_is_hidden(variant, trial):
     assert all(len(value) == 7 and value.isdigit() for value in hidden.values)
     assert len({depth for depth, _ in hidden.needles}) == len(hidden.needles)
     asked = [sentence for _, sentence in hidden.needles if hidden.key in sentence]
-    assert len(asked) == len(hidden.values)
+    assert len(asked) == len(set(asked)) == len(hidden.values) == len(set(hidden.values))
+    # Values in the order of the text, so that their ordinals are true.
+    assert all(value in sentence for value, sentence in zip(hidden.values, asked, strict=True))
     assert hidden != hide(variant, trial + 1, "0 noise")
 
 
