@@ -119,6 +119,13 @@ class Row:
         return statistics.fmean(known) if known else None
 
     @property
+    def step_bytes(self) -> float | None:
+        """Mean of what a decode step reads by design, with the paths and candidates counted; None if none says so."""
+        costs = (line["provenance"].get("cost") or {} for line in self.lines.values())
+        known = [read for cost in costs if (read := cost.get("step_bytes")) is not None]
+        return statistics.fmean(known) if known else None
+
+    @property
     def candidates(self) -> float | None:
         """Mean number of candidates over all reuse steps: documents count by how many they had."""
         known = [

@@ -82,6 +82,7 @@ class Shard:
             return
         import torch
         import torch.distributed as dist
+        from torch.distributed.rendezvous import rendezvous
 
         if dist.is_initialized():
             return
@@ -90,7 +91,7 @@ class Shard:
             torch.cuda.set_device(self.local % devices)
         each = 0 < int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) <= devices
         try:
-            store, rank, world = next(dist.rendezvous("env://", timeout=_MEETING))
+            store, rank, world = next(rendezvous("env://", timeout=_MEETING))
             store.set_timeout(_TIMEOUT)
             dist.init_process_group(
                 "nccl" if each else "gloo",

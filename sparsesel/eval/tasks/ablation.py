@@ -110,7 +110,7 @@ def _figure(context: int, base: Row, names: Sequence[str], rows: Sequence[Row]) 
     beyond: list[str] = []
     limit = _FAR * next(perplexity(row.lines.values()) for row in rows if row.selector == base.selector)
     for name, row in zip(names, rows, strict=True):
-        score, read = perplexity(row.lines.values()), row.mean("bytes_per_step")
+        score, read = perplexity(row.lines.values()), row.step_bytes
         if score > limit:
             beyond.append(f"{name}: perplexity {score:.1f}")
         elif read is not None:
