@@ -1,5 +1,6 @@
 """Needles: the prompt is what it should be, to the token, and the score follows from the answer."""
 
+import re
 import types
 
 import pytest
@@ -44,7 +45,7 @@ def test_prompt_and_answer_fill_the_context_exactly(tokenizers, which, context):
         parameters = task.parameters(given, context, document)
         hidden = hide(parameters["variant"], parameters["trial"], f"0 {parameters['haystack']}")
         for _, sentence in hidden.needles:
-            assert text.count(sentence) == 1
+            assert text.count(f"\n{sentence}\n") == text.count(sentence.partition("#")[2]) == 1
         assert all(value in text for value in case.values)
         first = next(sentence for _, sentence in hidden.needles if case.values[0] in sentence)
         assert text.endswith("1. " + first.partition(case.values[0])[0])  # the answer begins as the needle does
@@ -93,6 +94,17 @@ def test_a_context_that_no_needle_fits_into_is_refused(tokenizers):
     with pytest.raises(InputError, match="at least") as error:
         task.prepare(setting(tokenizers["plain"], 100), 100, 0)
     assert error.value.field == "context"
+
+
+@pytest.mark.parametrize("which", ["plain", "bos", "chat"])
+def test_the_least_context_holds_every_trial(tokenizers, which):
+    task = Niah(NiahConfig(trials=10))
+    with pytest.raises(InputError) as error:
+        task.prepare(setting(tokenizers[which], 100), 100, 0)
+    least = int(re.search(r"at least (\d+) tokens", str(error.value))[1])
+    for document in range(60):
+        case = task.prepare(setting(tokenizers[which], least), least, document)
+        assert len(case.tokens) + case.steps == least
 
 
 @pytest.mark.parametrize(
