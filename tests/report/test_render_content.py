@@ -164,6 +164,22 @@ def test_one_line_that_a_report_cannot_use_hides_no_other(tmp_path, lines):
     assert f"1 results are not shown in niah ({place})" in said.section.notes[0]
 
 
+@pytest.mark.parametrize("value", [[1, 2], {"a": None}, [], True, "x", 10**30, None], ids=str)
+def test_what_others_write_into_a_line_is_shown_whatever_it_is(tmp_path, lines, value):
+    """Their parameters, seeds and budgets may be of any kind."""
+    made = copy.deepcopy([line for line in lines if line["task"] == "perplexity"])
+    for line in made[::2]:
+        line["config"] = {**line["config"], "topk": value}
+        line["metrics"]["mine"] = value
+        line["provenance"] |= {"seed": value, "data_sha256": value, "task_from": value, "mine": value}
+        line["provenance"]["parameters"] |= {"text": value, "skip_chars": value, "mine": value}
+    content = gather([write_results(tmp_path / "a", made)])
+    assert content.problems == []
+    assert len(content.entries) == len(made)
+    assert "Perplexity, context 1024" in markdown(content)
+    assert "Perplexity, context 1024" in page(content.without(dict.fromkeys(dict(content.figures), "")), {})
+
+
 def test_a_figure_that_cannot_be_drawn_is_said_and_takes_nothing_else_along(tmp_path, lines, monkeypatch):
     content = gather([write_results(tmp_path / "a", [line for line in lines if line["task"] == "perplexity"])])
     bad = Curves("Of <nothing>", "x", "y", [Series("s", [1, 2], [1.0])])
