@@ -16,7 +16,7 @@ NAME = "config.json"
 
 def portable(config: RunConfig) -> RunConfig:
     """The same with absolute paths; selectors keep the names that they were given."""
-    names = {absolute_spec(spec): config.names.get(spec, spec.strip()) for spec in config.selectors}
+    names = {absolute_spec(spec): config.names.get(spec.strip(), spec.strip()) for spec in config.selectors}
     return config.model_copy(
         update={
             "selectors": tuple(names),
@@ -56,6 +56,9 @@ def _read(path: Path) -> RunConfig | None:
 def _joined(old: RunConfig | None, new: RunConfig) -> RunConfig | None:
     """One run that measures what two do and nothing else, None if there is none."""
     if old is None or any(new.tasks[name] != fields for name, fields in old.tasks.items() if name in new.tasks):
+        return None
+    shared = set(old.selectors) & set(new.selectors)
+    if any(old.names.get(spec, spec) != new.names.get(spec, spec) for spec in shared):
         return None
     update: dict[str, Any] = {
         "tasks": {**old.tasks, **new.tasks},

@@ -158,6 +158,12 @@ def written(folder, *configs):
         ({"set": {"topk": 8}}, {"set": {"topk": 9}, "selectors": ("y",)}, None),
         ({"tasks": {"a": {"values": 1}}}, {"tasks": {"a": {"values": 2}}}, None),
         ({"texts": ("/a",)}, {"texts": ("/b",)}, None),
+        ({"names": {"full": "mine"}}, {}, None),
+        (
+            {"names": {"full": "mine"}},
+            {"selectors": ("y",), "names": {"y": "other"}},
+            {"selectors": ("full", "y"), "names": {"full": "mine", "y": "other"}},
+        ),
     ],
 )
 def test_what_an_earlier_run_was_is_kept(tmp_path, old, new, both):
