@@ -89,15 +89,16 @@ _INTRO = "Some locker codes are hidden in the following text. Keep them in mind;
 _NEEDLE = "Locker code: {key} #{value}"
 # Of several values of one key, each has an ordinal, in the order in which they stand in the text.
 _ORDINALS = ("first", "second", "third", "fourth")
-# How the answer begins is given: what is measured is finding numbers, not following instructions.
+# How the answer begins is given: what is measured is finding numbers, not following instructions. In a fenced list, a
+# small model goes on to the next item rather than to remarks on the one before.
 _QUESTIONS = {
     "one": (
         "\n\nWhat is the locker code of the {key}?",
-        "The text names one locker code of the {key}:\n\n1. Locker code: {key} #",
+        "The text names one locker code of the {key}:\n\n```\n1. Locker code: {key} #",
     ),
     "all": (
         "\n\nWhat are all four locker codes of the {key} that the text names?",
-        "The text names four locker codes of the {key}:\n\n1. Locker code: {key} first #",
+        "The text names four locker codes of the {key}:\n\n```\n1. Locker code: {key} first #",
     ),
 }
 _MARK = "\ue000"  # stands for the haystack while a chat template is filled; no text has it
