@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sparsesel.config import FILE_SUFFIXES, AnyConfig, parse_assignments, parse_value, unknown_name
-from sparsesel.errors import InputError
+from sparsesel.errors import InputError, UnknownNameError
 from sparsesel.registry import registry
 
 CALIBRATION = "calibration"
@@ -60,7 +60,7 @@ def resolve_selectors(
             )
         fields[spec] = registry().fields(spec)
     if overrides and specs and not any(fields.values()):
-        raise InputError(
+        raise UnknownNameError(
             "--set",
             expected="a selector with fields",
             got=f"{next(iter(overrides))!r} for {', '.join(fields)}",
