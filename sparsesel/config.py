@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import re
 import reprlib
 import tomllib
@@ -35,6 +36,15 @@ _PRESET = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 _LAYERS = re.compile(r"\s*(\d{1,9})\s*(?:(-)\s*(\d{1,9})?\s*)?", re.ASCII)
 # What pydantic and validators write before the part that follows "expected".
 _DECORATION = re.compile(r"^(Value error, )?((Input should|must) be )?")
+_KINDS = {
+    "dict_type": "a table",
+    "bool_type": "a boolean",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "text",
+    "list_type": "a list",
+    "tuple_type": "a list",
+}
 FILE_SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 MAX_COUNT = 2**31 - 1
 """Largest position or count there is: positions are int32."""
@@ -105,6 +115,20 @@ class TaskConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
+
+def absolute_path(path: str) -> str:
+    """A path that means the same from everywhere, `~` and what leads through `..` resolved.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not path.strip() or "\0" in path:
+        raise ValueError("must be a path")
+    return os.path.abspath(os.path.expanduser(path))
+
+
+PathText = Annotated[str, AfterValidator(absolute_path)]
+"""A path in a configuration: absolute once it is read, so that what is written beside results holds anywhere."""
 
 LayerKey = int | str
 """Names layers: an index, "first-last" (both included) or "first-" (to the last)."""
@@ -208,10 +232,11 @@ def build(model: type[ConfigT], values: Mapping[str, Any], *, where: str) -> Con
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        first, *others = error.errors(include_url=False)
         name = str(first["loc"][0]) if first["loc"] else ""
-        # Later text parts name branches of a union, not something the user wrote.
-        path = ".".join([name, *(str(part) for part in first["loc"][1:] if isinstance(part, int))])
+        path = ".".join([name, *_written(first["loc"][1:], values.get(name))])
+        # The branches of a union each have an error of their own about the same value.
+        branches = [one for one in others if one["loc"][:-1] == first["loc"][:-1] and one["input"] is first["input"]]
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, InputError):  # a validator that knows the remedy
             raise InputError(f"{where}.{path}", expected=cause.expected, got=cause.got, remedy=cause.remedy) from None
@@ -219,16 +244,32 @@ def build(model: type[ConfigT], values: Mapping[str, Any], *, where: str) -> Con
             raise unknown_name(f"{where}.{path}", name, set(model.model_fields) - {"name"}, what="field") from None
         known = model.model_fields.get(name)
         description = f" ({known.description})" if known is not None and known.description else ""
-        expected = _DECORATION.sub("", first["msg"])
+        *kinds, last = dict.fromkeys(_expected(one) for one in (first, *branches))
+        expected = " or ".join([*([", ".join(kinds)] if kinds else []), last])
         got = "nothing" if first["type"] == "missing" else _shown(first["input"])
         raise InputError(
             f"{where}.{path}" if path else where,
-            expected=(expected[:1].lower() + expected[1:]) + description,
+            expected=expected + description,
             got=got,
             remedy=f"See `sparsesel show {where}` for every field."
             if issubclass(model, SelectorConfig | TaskConfig)
             else "Correct it and run the command again.",
         ) from None
+
+
+def _written(loc: Iterable[Any], value: Any) -> Iterator[str]:
+    """The parts of a place in `value` that its author wrote: others name branches of a union."""
+    for part in loc:
+        in_list = isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)
+        if in_list or (isinstance(value, Mapping) and part in value):
+            value = value[part]
+            yield str(part)
+
+
+def _expected(error: Any) -> str:
+    """What pydantic expected, as a phrase."""
+    text = _KINDS.get(error["type"]) or _DECORATION.sub("", error["msg"])
+    return text[:1].lower() + text[1:]
 
 
 def _shown(value: Any) -> str:
@@ -506,6 +547,9 @@ class RunConfig(BaseModel):
     selectors: tuple[str, ...] = Field(
         default=(), strict=False, description="Selectors: name, name:preset or a file, then ,field=value."
     )
+    names: dict[str, str] = Field(
+        default_factory=dict, description="What selectors are called in results, from one of `selectors` to its name."
+    )
     set: dict[str, Any] = Field(default_factory=dict, description="Fields set in every selector that has them.")
     contexts: tuple[int, ...] = Field(
         default=(2048,),
@@ -516,7 +560,9 @@ class RunConfig(BaseModel):
     texts: tuple[str, ...] = Field(
         default=(), strict=False, description="UTF-8 text files; without any, Python's language reference."
     )
-    skip_chars: int = Field(default=0, ge=0, description="Characters left out at the beginning of each file.")
+    skip_chars: int = Field(
+        default=0, ge=0, le=2**63 - 1, description="Characters left out at the beginning of each file."
+    )
     seed: int = Field(default=0, ge=0, lt=2**64, description="Seed of torch's generator, set before each measurement.")
     backend: BackendName = Field(
         default="auto",
@@ -531,4 +577,6 @@ class RunConfig(BaseModel):
     def _contexts_are_lengths(cls, contexts: tuple[int, ...]) -> tuple[int, ...]:
         if min(contexts) < 1 or len(set(contexts)) < len(contexts):
             raise ValueError("positive lengths, each once")
+        if max(contexts) > MAX_COUNT:
+            raise ValueError(f"at most {MAX_COUNT}")
         return contexts

@@ -23,7 +23,8 @@ The module is imported to list what there is, so it must import neither torch no
 strings, resolved when the selector or task is asked for.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import pluggy
 
@@ -46,6 +47,8 @@ class SelectorPlugin:
         presets: Package whose folder `presets/` holds `<preset>.toml`, empty if it has none.
         calibrate: `"module:Class"` that `sparsesel calibrate` calls without arguments; the result is a
             `sparsesel.selector.Calibrator`. Empty if the selector learns nothing from text.
+        stages: What functions and kernels of its package do in a step, by their names: `{"page_scores": "estimate"}`.
+            The task `latency` shows their time so; what is done by sparsesel's own operations it knows.
     """
 
     name: str
@@ -55,6 +58,7 @@ class SelectorPlugin:
     paper: str = ""
     presets: str = ""
     calibrate: str = ""
+    stages: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

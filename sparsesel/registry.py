@@ -369,8 +369,13 @@ def _records(manager: pluggy.PluginManager, kind: _Kind[PluginT]) -> list[Plugin
         if not isinstance(plugin, kind.record):
             raise TypeError(f"`{kind.hook}` must return {kind.record.__name__} records, got {plugin!r}")
         for field in dataclasses.fields(plugin):
-            if not isinstance(getattr(plugin, field.name), str):
-                raise TypeError(f"`{field.name}` of {plugin.name!r} must be text, got {getattr(plugin, field.name)!r}")
+            value, wanted = getattr(plugin, field.name), "text"
+            texts: list[Any] = [value]
+            if field.name == "stages":
+                wanted = "a mapping of texts"
+                texts = [*value.keys(), *value.values()] if isinstance(value, Mapping) else [None]
+            if not all(isinstance(text, str) for text in texts):
+                raise TypeError(f"`{field.name}` of {plugin.name!r} must be {wanted}, got {value!r}")
         if not kind.name.fullmatch(plugin.name):
             raise ValueError(f"{kind.what} name {plugin.name!r} is not of the form {kind.name.pattern}")
     return plugins

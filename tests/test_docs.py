@@ -168,7 +168,7 @@ def test_types_bounds_and_defaults_are_told(hooks):
     run_fields = hooks.on_page_markdown("<!-- model: sparsesel.config:RunConfig -->")
     assert re.search(r"\| `selectors` \| tuple\[str, \.\.\.\] \| `\[\]` \|", run_fields)
     task_fields = hooks.on_page_markdown("<!-- model: sparsesel.eval.tasks.perplexity:PerplexityConfig -->")
-    assert re.search(r"\| `documents` \| int \\\| None, ≥ 1 \|  \|", task_fields)
+    assert re.search(r"\| `documents` \| int \\\| None, ≥ 1, ≤ 2147483647 \|  \|", task_fields)
 
 
 def test_selectors_and_costs_list_all_that_ship_and_no_others(hooks):

@@ -15,5 +15,8 @@ def sparsesel_selectors() -> list[SelectorPlugin]:
             paper="Loki: Low-rank Keys for Efficient Sparse Attention (arXiv 2406.02542)",
             presets="sparsesel_loki",
             calibrate="sparsesel_loki.calibrator:LokiCalibrator",
+            stages={
+                "project_kernel": "estimate",
+            },
         )
     ]

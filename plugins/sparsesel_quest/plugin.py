@@ -14,5 +14,12 @@ def sparsesel_selectors() -> list[SelectorPlugin]:
             factory="sparsesel_quest.selector:QuestSelector",
             paper="Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference (arXiv 2406.10774)",
             presets="sparsesel_quest",
+            stages={
+                "plan_pages_kernel": "select",
+                "page_support_kernel": "select",
+                "page_attention_kernel": "QK + aggregate",
+                "page_scores_kernel": "estimate",
+                "page_scores": "estimate",
+            },
         )
     ]

@@ -14,5 +14,18 @@ def sparsesel_selectors() -> list[SelectorPlugin]:
             factory="sparsesel_retopk.selector:ReTopKSelector",
             paper="Recall Before You Rank (arXiv 2607.27692)",
             presets="sparsesel_retopk",
+            stages={
+                "score_kernel": "QK",
+                "scan_kernel": "QK + select",
+                "finish_kernel": "select + aggregate",
+                "finish_exact_kernel": "select + aggregate",
+                "recall_kernel": "match + union",
+                "reuse_kernel": "match to aggregate",
+                "scan_heads": "QK",
+                "choose": "select",
+                "best_candidates": "select",
+                "recall": "match",
+                "gather_candidates": "union",
+            },
         )
     ]

@@ -14,5 +14,17 @@ def sparsesel_selectors() -> list[SelectorPlugin]:
             factory="sparsesel_sparq.selector:SparQSelector",
             paper="SparQ Attention: Bandwidth-Efficient LLM Inference (arXiv 2312.04985)",
             presets="sparsesel_sparq",
+            stages={
+                "merit_kernel": "select",
+                "mass_outside_kernel": "aggregate",
+                "reallocate_kernel": "aggregate",
+                "choose_components_kernel": "estimate",
+                "approximate_scores_kernel": "estimate",
+                "_gather": "gather",
+                "choose": "select",
+                "mass_outside": "aggregate",
+                "_combine": "aggregate",
+                "approximate_weights": "estimate",
+            },
         )
     ]

@@ -14,5 +14,8 @@ def sparsesel_selectors() -> list[SelectorPlugin]:
             factory="sparsesel_streaming_llm.selector:StreamingLLMSelector",
             paper="Efficient Streaming Language Models with Attention Sinks (arXiv 2309.17453)",
             presets="sparsesel_streaming_llm",
+            stages={
+                "sink_window_attention_kernel": "QK + aggregate",
+            },
         )
     ]

@@ -14,5 +14,14 @@ def sparsesel_selectors() -> list[SelectorPlugin]:
             factory="sparsesel_tokenselect.selector:TokenSelectSelector",
             paper="TokenSelect: Dynamic Token-Level KV Cache Selection (arXiv 2411.02886)",
             presets="sparsesel_tokenselect",
+            stages={
+                "between_scores_kernel": "QK",
+                "votes_kernel": "select",
+                "compare_kernel": "match",
+                "set_kernel": "union",
+                "soft_vote": "select",
+                "similarity": "match",
+                "_merged": "union",
+            },
         )
     ]

@@ -3,6 +3,8 @@
 Modules imported here load neither torch nor transformers; a command imports what it needs when it runs.
 """
 
+import os
+import time
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +16,8 @@ from sparsesel.cli import eval as evaluation
 from sparsesel.cli.console import err, out, print_error
 from sparsesel.errors import InputError
 
+_PATIENCE = 20.0  # seconds; on a busy machine a process takes some to end
+
 
 class _Commands(TyperGroup):
     """Turns refused input into a short error with exit code 2, and Ctrl-C into exit code 130."""
@@ -22,6 +26,9 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except InputError as error:
+            if os.environ.get("RANK", "0") != "0":
+                # What all processes of a run find, the first one says; torchrun ends the others meanwhile.
+                time.sleep(_PATIENCE)
             print_error(error)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:

@@ -4,6 +4,7 @@ import functools
 import inspect
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperGroup
 
 from sparsesel.cli.console import err, out, print_differences, safe
-from sparsesel.config import RunConfig, TaskConfig, build, load_file, parse_assignments, parse_value
+from sparsesel.config import AnyConfig, RunConfig, TaskConfig, build, load_file, parse_assignments, parse_value
 from sparsesel.errors import InputError
 from sparsesel.eval.selectors import needs_selectors, resolve_selectors
 from sparsesel.registry import registry
@@ -78,7 +79,14 @@ def evaluation(
             got="neither" if config_file is None else "no --out",
             remedy="Write sparsesel eval --config grid.toml --out DIR, or name a task.",
         )
-    _run(load_file(config_file), out_dir, online=online)
+    values = load_file(config_file)
+    try:
+        _run(values, out_dir, online=online)
+    except InputError as error:  # all that it says of the run comes from the file
+        if error.field.removeprefix("--") == "out":
+            raise
+        field = f"{error.field} of {config_file}"
+        raise type(error)(field, expected=error.expected, got=error.got, remedy=error.remedy) from None
 
 
 _COMMON: dict[str, Any] = {
@@ -256,6 +264,8 @@ def _run_task(
         own.update({key: value for key, value in parsed.items() if value is not None})
     values["tasks"] = {name: own}
     values.update({key: value for key, value in given.items() if value is not None and value != []})
+    if given.get("selectors") and isinstance(names := values.get("names"), dict):
+        values["names"] = {spec: name for spec, name in names.items() if spec in given["selectors"]}
     if sets:
         known = values.get("set")
         values["set"] = {**(known if isinstance(known, dict) else {}), **parse_assignments(sets, where="--set")}
@@ -274,16 +284,28 @@ def _run(values: dict[str, Any], out_dir: str, *, online: bool) -> None:
     config = build(RunConfig, values, where="eval")
     for name, fields in config.tasks.items():
         registry().make_task_config(name, fields)
-    resolved = resolve_selectors(config.selectors, config.set, required=needs_selectors(config.tasks))
+    resolved = resolve_selectors(
+        config.selectors, config.set, required=needs_selectors(config.tasks), names=config.names
+    )
 
+    from sparsesel.eval.sharding import LeftAloneError
+
+    try:
+        _measure(config, resolved, Path(out_dir), online=online)
+    except LeftAloneError as error:
+        err.print(f"error: {safe(error)}", soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def _measure(config: RunConfig, selectors: Mapping[str, AnyConfig], folder: Path, *, online: bool) -> None:
+    """Measure a run, and show it."""
     from sparsesel.eval.differences import differences
     from sparsesel.eval.progress import Silent, TerminalProgress
     from sparsesel.eval.report import report
     from sparsesel.eval.runner import Run
     from sparsesel.eval.tables import renderables
 
-    folder = Path(out_dir)
-    with Run(config, resolved, folder, online=online) as run:
+    with Run(config, selectors, folder, online=online) as run:
         # Loads torch, which is seconds; `Run` has refused what it can without.
         from sparsesel.eval.decode import MeasurementError
 

@@ -45,7 +45,7 @@ def report(
     for rendered in renderables([*summary, *silent], width=out.width):
         out.print(rendered)
     print_differences(content.differences)
-    for problem in content.problems:
+    for problem in [*content.problems, *written.problems]:
         out.print(safe(problem), style="yellow", soft_wrap=True)
     out.print(f"{len(content.entries)} results, {written.count} figures:")
     for path in (written.page, written.markdown, written.figures):

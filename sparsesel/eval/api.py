@@ -1,6 +1,7 @@
 """Evaluation from Python: `sparsesel.eval.run`."""
 
 import contextlib
+import dataclasses
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +10,9 @@ from typing import Any
 
 from sparsesel.config import RunConfig, build
 from sparsesel.errors import InputError
+from sparsesel.eval.line import Point
 from sparsesel.eval.progress import Silent
 from sparsesel.eval.report import report
-from sparsesel.eval.results import Point
 from sparsesel.eval.runner import Progress, Run
 from sparsesel.eval.selectors import needs_selectors, resolve_selectors
 from sparsesel.eval.tables import Section
@@ -41,7 +42,7 @@ class Results:
     lines: Sequence[Mapping[str, Any]]
 
     def __iter__(self) -> Iterator[Result]:
-        return (Result(**line) for line in self.lines)
+        return map(_result, self.lines)
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -139,12 +140,18 @@ def run(
         },
         where="run",
     )
-    resolved = resolve_selectors(config.selectors, config.set, required=needs_selectors(config.tasks))
+    resolved = resolve_selectors(
+        config.selectors, config.set, required=needs_selectors(config.tasks), names=config.names
+    )
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         measuring = stack.enter_context(Run(config, resolved, folder, online=online))
         measuring.measure(_Told(progress or Silent(), measuring, on_result))
         return Results(list(measuring.store.lines))
+
+
+def _result(line: Mapping[str, Any]) -> Result:
+    return Result(**{each.name: line[each.name] for each in dataclasses.fields(Result)})
 
 
 class _Told:
@@ -162,4 +169,4 @@ class _Told:
     def measured(self, point: Point, metrics: Mapping[str, Any], done: int, total: int) -> None:
         self._progress.measured(point, metrics, done, total)
         if self._on_result is not None:
-            self._on_result(Result(**self._run.newest))
+            self._on_result(_result(self._run.newest))

@@ -53,14 +53,14 @@ def _within_cases(lines: Sequence[Line]) -> list[str]:
 def _budgets(lines: Sequence[Line]) -> Iterable[tuple[str, str]]:
     budgets = _grouped(lines, lambda line: budget_of(line["config"]))
     budgets.pop(None, None)
-    if len(budgets) > 1 and not _varies_budgets(lines[0]["task"]):
+    if len(budgets) > 1 and not _varies_budgets(lines):
         yield "budgets", "; ".join(f"topk {budget} for {_selectors(own)}" for budget, own in budgets.items())
 
 
-def _varies_budgets(task: str) -> bool:
-    """Whether a task does on purpose; one that is not installed does not say so."""
+def _varies_budgets(lines: Sequence[Line]) -> bool:
+    """Whether their task does on purpose; one that is not installed does not say so."""
     try:
-        return registry().task_class(task).varies_budgets
+        return registry().task_class(lines[0]["task"]).varies_budgets_in(lines)
     except InputError:
         return False
 
@@ -79,7 +79,7 @@ def _prompts(lines: Sequence[Line]) -> Iterable[tuple[str, str]]:
     unequal = [
         groups
         for own in documents.values()
-        if len(groups := _grouped(own, lambda line: line["provenance"].get("prompt_sha256"))) > 1
+        if len(groups := _grouped(own, lambda line: _text(line["provenance"].get("prompt_sha256")))) > 1
     ]
     if unequal:
         who = "; ".join(f"one for {_selectors(group)}" for group in unequal[0].values())

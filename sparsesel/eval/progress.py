@@ -7,7 +7,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from sparsesel.eval.results import Point
+from sparsesel.eval.line import Point
 
 
 class Silent:

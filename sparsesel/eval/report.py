@@ -30,7 +30,8 @@ def report(lines: Sequence[Line]) -> list[Section]:
 def by_task(lines: Sequence[Line]) -> list[tuple[str, list[Line], list[Section]]]:
     """Each task's name, its lines and what it has to show of them.
 
-    A task that is not installed, or that cannot make anything of its lines, says so in a section without tables.
+    A task that is not installed, or that cannot make anything of some of its lines, says so in a section without
+    tables.
     """
     groups: dict[str, list[Line]] = {}
     for line in lines:
@@ -43,11 +44,49 @@ def _sections(name: str, lines: Sequence[Line]) -> list[Section]:
         task = registry().task_class(name)
     except InputError as error:
         return [Section(name, (), notes=(f"{len(lines)} results of {name!r} are not shown: {error}",))]
+    return sections_of(f"in {name}", task.report, lines)
+
+
+def sections_of(where: str, make: Callable[[Sequence[Line]], list[Section]], lines: Sequence[Line]) -> list[Section]:
+    """What `make` shows of lines; those that it fails on, each by itself, are left out and named.
+
+    A third party's task may do anything, and lines may be of another version of it.
+
+    Args:
+        where: What does not show them, for that note.
+        make: Makes sections of lines.
+        lines: Of any task.
+    """
+    sections, problem = _made(make, lines)
+    if not problem:
+        return sections
+    failing = [line for line in lines if _made(make, [line])[1]]
+    if others := _without(lines, failing):
+        sections, still = _made(make, others)
+        if still:
+            failing = list(lines)
+    first = failing[0]
+    which = f"the first is {first['selector']} at context {first['context']}, document {first['document']}"
+    note = f"{len(failing)} results are not shown {where} ({which}): its report failed with {problem}"
+    return [*sections, Section(where.removeprefix("in ").capitalize(), (), notes=(note,))]
+
+
+def _without(lines: Sequence[Line], others: Sequence[Line]) -> list[Line]:
+    left_out = {id(line) for line in others}
+    return [line for line in lines if id(line) not in left_out]
+
+
+def _made(make: Callable[[Sequence[Line]], list[Section]], lines: Sequence[Line]) -> tuple[list[Section], str]:
+    """Sections with every cell of their tables as text, or what went wrong."""
     try:
-        return task.report(lines)
-    except Exception as error:  # a third party's may do anything, and lines may be of another version of it
-        problem = f"its report failed with {type(error).__name__}: {error}"
-        return [Section(name, (), notes=(f"{len(lines)} results of {name!r} are not shown: {problem}",))]
+        sections = make(lines)
+        for section in sections:
+            for table in section.tables:
+                for column in table.columns:
+                    _ = column.cells
+    except Exception as error:
+        return [], f"{type(error).__name__}: {error}"
+    return sections, ""
 
 
 @dataclass
@@ -77,6 +116,13 @@ class Row:
     def mean(self, metric: str) -> float | None:
         """Mean of a metric over documents, None where it does not apply to this selector."""
         known = self.values(metric)
+        return statistics.fmean(known) if known else None
+
+    @property
+    def step_bytes(self) -> float | None:
+        """Mean of what a decode step reads by design, with the paths and candidates counted; None if none says so."""
+        costs = (line["provenance"].get("cost") or {} for line in self.lines.values())
+        known = [read for cost in costs if (read := cost.get("step_bytes")) is not None]
         return statistics.fmean(known) if known else None
 
     @property
@@ -115,7 +161,8 @@ def reference_of(row: Row, rows: Iterable[Row], name: str) -> Row | None:
 
 def budget_of(config: Mapping[str, Any]) -> int | str | None:
     """The budget of a configuration; of one by layers, that of all its layers that have one."""
-    budgets = {one.get("topk") for one in config.get("layers", {"": config}).values()} - {None}
+    known = (one.get("topk") for one in (config.get("layers") or {"": config}).values())
+    budgets = {budget for budget in known if isinstance(budget, int | str)}  # another's `topk` may mean anything
     return budgets.pop() if len(budgets) == 1 else None
 
 

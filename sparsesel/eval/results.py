@@ -4,38 +4,16 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from sparsesel.errors import InputError
+from sparsesel.eval.line import Point, check_line, point_of, scan
 
 RESULTS = "results.jsonl"
 TORN = "results.jsonl.torn"
-_KINDS = {
-    "task": str,
-    "selector": str,
-    "context": int,
-    "document": int,
-    "metrics": dict,
-    "config": dict,
-    "provenance": dict,
-}
-
-
-class Point(NamedTuple):
-    """What one line is about; a folder holds at most one line for each."""
-
-    task: str
-    selector: str
-    context: int
-    document: int
-
-
-def point_of(line: Mapping[str, Any]) -> Point:
-    """The point that a line is about."""
-    return Point(line["task"], line["selector"], line["context"], line["document"])
 
 
 class ResultStore:
@@ -83,8 +61,10 @@ class ResultStore:
         """Add a line; it is on the disk when this returns.
 
         Raises:
+            NoResultError: It is none, or not to be written as JSON.
             InputError: It could not be written. What was there stays.
         """
+        check_line(line)
         # ASCII: the name of a text file may be no valid Unicode.
         data = (json.dumps(line, allow_nan=False) + "\n").encode()
         with self._refusing():
@@ -97,7 +77,7 @@ class ResultStore:
         """Write a whole file into the folder, completely or not at all."""
         part = self.folder / f".{name}.part"
         with self._refusing():
-            part.write_text(text, encoding="utf-8")
+            part.write_text(text, encoding="utf-8", errors="surrogateescape")
             part.replace(self.folder / name)
 
     def close(self) -> None:
@@ -117,37 +97,31 @@ class ResultStore:
 
     def _read(self) -> list[dict[str, Any]]:
         path = self.folder / self._name
-        data = path.read_bytes()
-        lines: list[dict[str, Any]] = []
+        found = scan(path)
+        problems = {number: f"no result: {problem}" for number, problem in found.problems}
         seen: set[Point] = set()
-        offset = 0
-        for number, raw in enumerate(data.splitlines(keepends=True), start=1):
-            last = offset + len(raw) == len(data)
-            try:
-                line = _parse(raw)
-            except (ValueError, RecursionError):
-                if last:
-                    self._set_aside(data[offset:], offset)
-                    break
-                line = None
-            if line is None or point_of(line) in seen:
-                raise InputError(
-                    "out",
-                    expected="one measured point per line, each once",
-                    got=f"line {number} of {path}: {'another of the same point' if line else 'no result'}",
-                    remedy="Remove that line, or choose another folder.",
-                )
-            if last and not raw.endswith(b"\n"):
-                os.write(self._file, b"\n")
+        for number, line in found.lines:
+            if point_of(line) in seen:
+                problems.setdefault(number, "another of the same point")
             seen.add(point_of(line))
-            lines.append(line)
-            offset += len(raw)
-        return lines
+        if problems:
+            number = min(problems)
+            raise InputError(
+                "out",
+                expected="one measured point per line, each once",
+                got=f"line {number} of {path}: {problems[number]}",
+                remedy="Correct or remove that line, or choose another folder.",
+            )
+        if found.torn is not None:
+            self._set_aside(path.read_bytes()[found.torn :], found.torn)
+        elif not found.ended:
+            os.write(self._file, b"\n")
+        return [line for _, line in found.lines]
 
     def _set_aside(self, torn: bytes, offset: int) -> None:
         """Move an incomplete last line out of the way, so that nothing is ever appended to it."""
         with (self.folder / TORN).open("ab") as file:
-            file.write(torn.rstrip(b"\n") + b"\n")
+            file.write(torn.rstrip(b"\r\n") + b"\n")
             file.flush()
             os.fsync(file.fileno())
         os.ftruncate(self._file, offset)
@@ -191,38 +165,21 @@ def _unwritable(folder: Path, problem: str) -> InputError:
 
 def read_results(folder: Path, name: str = RESULTS) -> list[dict[str, Any]]:
     """The complete lines of a folder's results, without touching them."""
-    return [line for _, line in scan_results(folder, name)[0]]
+    return [line for _, line in scan(folder / name).lines]
 
 
-def scan_results(folder: Path, name: str = RESULTS) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
-    """The complete lines of a folder's results with their numbers, and what is wrong with the others, as sentences."""
-    lines: list[tuple[int, dict[str, Any]]] = []
-    problems: list[str] = []
-    data = (folder / name).read_bytes().splitlines(keepends=True)
-    for number, raw in enumerate(data, start=1):
-        try:
-            line = _parse(raw)
-        except (ValueError, RecursionError):
-            line = None
-        if line is not None:
-            lines.append((number, line))
-        elif number == len(data) and not raw.endswith(b"\n"):
-            problems.append(f"The last line of {folder / name} is incomplete and left out; the others are all there.")
-        else:
-            problems.append(f"Line {number} of {folder / name} is no result and left out.")
-    return lines, problems
-
-
-def _parse(raw: bytes) -> dict[str, Any] | None:
-    """A line's content, None if it is something else than a result.
+def scan_results(folder: Path) -> tuple[Sequence[tuple[int, dict[str, Any]]], list[str]]:
+    """The results of a folder with the numbers of their lines, and what is wrong with the others, as sentences.
 
     Raises:
-        ValueError: It is no JSON, as a line of which only the beginning was written.
-        RecursionError: Likewise.
+        OSError: They cannot be read.
     """
-    line = json.loads(raw)
-    right = isinstance(line, dict) and all(type(line.get(key)) is kind for key, kind in _KINDS.items())
-    return line if right else None
+    path = folder / RESULTS
+    found = scan(path)
+    problems = [f"Line {number} of {path} is left out: {problem}." for number, problem in found.problems]
+    if found.torn is not None:
+        problems.append(f"The last line of {path} is incomplete and left out; the others are all there.")
+    return found.lines, problems
 
 
 def check_same(

@@ -1,10 +1,11 @@
 """Measures a grid of tasks, selectors, contexts and documents, and takes up where an earlier run stopped."""
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from sparsesel.config import AnyConfig, BackendName, LayeredConfig, RunConfig, SelectorConfig
 from sparsesel.errors import InputError
-from sparsesel.eval import provenance
+from sparsesel.eval import provenance, run_file
 from sparsesel.eval.cost import model_cost
-from sparsesel.eval.results import Point, ResultStore, check_folder, check_same, point_of, read_results
+from sparsesel.eval.line import NoResultError, Point, point_of
+from sparsesel.eval.results import ResultStore, check_folder, check_same, read_results
+from sparsesel.eval.selectors import CALIBRATION
 from sparsesel.eval.sharding import Shard, merge
 from sparsesel.eval.task import Case, Task
 from sparsesel.eval.texts import Text, load_texts, texts_sha256
@@ -136,7 +139,10 @@ class Run:
         check_folder(out)
         self._tasks = {name: registry().make_task(name, fields) for name, fields in config.tasks.items()}
         self._given = dict(selectors)
-        self._selectors = {name: dict(task.selectors(self._given)) for name, task in self._tasks.items()}
+        self._selectors: dict[str, dict[str, AnyConfig]] = {}
+        for name, task in self._tasks.items():
+            with self._naming(name):
+                self._selectors[name] = dict(task.selectors(self._given))
         self._source = resolve(config.model, online=online)
         limit = self._source.max_length
         reached = any(task.needs_model for task in self._tasks.values())
@@ -153,17 +159,17 @@ class Run:
         self._calibrations = {str(one): _calibration_sha256(one) for one in (*every.values(), *selectors.values())}
         self._data = texts_sha256(texts)
         self._setting = RunSetting(config, texts, self._source, online=online)
-        groups = [
-            Group(name, context, document, tuple(self._selectors[name]))
-            for name, task in self._tasks.items()
-            for context, document in task.points(self._setting)
-        ]
+        groups: list[Group] = []
+        for name, task in self._tasks.items():
+            with self._naming(name):
+                specs = tuple(self._selectors[name])
+                groups += [Group(name, *place, specs) for place in task.points(self._setting)]
         self.points = [point for group in groups for point in group.points]
         self.shard.join()
         self._device = default_device()
         self._dtype = str(self._source.dtype(self._device)).removeprefix("torch.")
         self._backend: BackendName = resolve_backend(config.backend, self._device)
-        self.config = config.model_copy(
+        self.config = run_file.portable(config).model_copy(
             update={
                 "model": self._source.name,
                 "texts": tuple(os.path.abspath(path) for path in config.texts),
@@ -200,6 +206,7 @@ class Run:
             Group(g.task, g.context, g.document, tuple(p.selector for p in g.points if p not in self._known))
             for g in groups
         ]
+        self._open = any(group.specs for group in remaining)
         return self.shard.share([group for group in remaining if group.specs], self._units)
 
     def _check_cases(self) -> None:
@@ -231,6 +238,8 @@ class Run:
         """
         if self.store.torn:
             progress.say(f"The last line of {self.store.folder} was incomplete; it was moved to results.jsonl.torn.")
+        if self.shard.is_first and self._open:
+            run_file.write(self.store, self.config)
         if self._pending:
             self._measure(progress)
         if self.shard.world > 1:
@@ -244,8 +253,6 @@ class Run:
         import torch
 
         total = len(self._known & set(self.points)) + sum(len(group.specs) for group in self._pending)
-        if self.shard.is_first:
-            self.store.write_beside("config.json", json.dumps(self.config.model_dump(mode="json"), indent=2) + "\n")
         if self.done:
             progress.say(f"{self.done} of {len(self.points)} points are there already.")
         model = None
@@ -308,8 +315,19 @@ class Run:
     def _order(self) -> dict[Point, int]:
         return {point: place for place, point in enumerate(self.points)}
 
+    @contextlib.contextmanager
+    def _naming(self, task: str) -> Iterator[None]:
+        """Let what a task refuses say which of several refused it."""
+        try:
+            yield
+        except InputError as error:
+            if len(self._tasks) == 1:
+                raise
+            field = f"{error.field} of task {task}"
+            raise type(error)(field, expected=error.expected, got=error.got, remedy=error.remedy) from error
+
     def _prepare(self, group: Group) -> Case:
-        with quiet():
+        with quiet(), self._naming(group.task):
             return self._tasks[group.task].prepare(self._setting, group.context, group.document)
 
     def _units(self, group: Group) -> float:
@@ -338,6 +356,8 @@ class Run:
             expected["config"] = config.model_dump(mode="json")
             if calibration := self._calibrations[str(config)]:
                 expected["provenance.calibration_sha256"] = calibration
+                if line["provenance"].get("calibration_sha256") == calibration:  # whatever the file's path is
+                    expected["config"] = _calibrated_as(expected["config"], line["config"])
         if task is not None:
             parameters = self._parameters(task, point.context, point.document)
             expected |= {f"provenance.parameters.{name}": value for name, value in parameters.items()}
@@ -353,12 +373,10 @@ class Run:
         }
         try:
             self._target.append(line)
-        except InputError:
-            raise
-        except (TypeError, ValueError) as error:
+        except NoResultError as error:
             from sparsesel.eval.decode import MeasurementError
 
-            raise MeasurementError(f"{point.task} with {point.selector}: metrics that are no JSON: {error}") from error
+            raise MeasurementError(f"{point.task} with {point.selector} gave no result: {error}") from error
 
     @staticmethod
     def _cost(model: Any, config: AnyConfig, context: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -497,14 +515,21 @@ def _origins(config: AnyConfig) -> str:
     return ", ".join(dict.fromkeys(f"{plugin.distribution} {plugin.version}" for plugin in plugins))
 
 
+def _calibrated_as(config: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that names its calibration as another does, in each range of layers."""
+    if "layers" in config:
+        known = other.get("layers") or {}
+        return {"layers": {key: _calibrated_as(one, known.get(key, {})) for key, one in config["layers"].items()}}
+    return {name: other.get(name) if name == CALIBRATION else value for name, value in config.items()}
+
+
 def _calibration_sha256(config: AnyConfig) -> str:
     """SHA-256 of the calibration files that a configuration's selectors read, empty if they read none.
 
-    By convention the field `calibration` of a selector that can be calibrated names the file, or says how to do
-    without one.
+    By convention the field `calibration` names the file, or says how to do without one.
     """
     calibrated = [one for one in _configs(config) if registry().get(one.name).plugin.calibrate]
-    paths = [Path(str(getattr(one, "calibration", ""))) for one in calibrated]
+    paths = [Path(str(getattr(one, CALIBRATION, ""))) for one in calibrated]
     return ", ".join(dict.fromkeys(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()))
 
 

@@ -12,12 +12,18 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sparsesel.errors import InputError
-from sparsesel.eval.results import ResultStore, lock_name, point_of
+from sparsesel.eval.line import point_of
+from sparsesel.eval.results import ResultStore, lock_name
 
 _FILES = "results.rank*.jsonl"
+_MEETING = datetime.timedelta(minutes=10)
 _TIMEOUT = datetime.timedelta(days=30)  # others may measure for long after one is done
 
 ItemT = TypeVar("ItemT")
+
+
+class LeftAloneError(RuntimeError):
+    """Another process of the run has ended, and has said why."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +73,16 @@ class Shard:
         return f"results.rank{self.rank}.jsonl"
 
     def join(self) -> None:
-        """Meet the others: over gloo, or nccl where each process has a GPU of its own."""
+        """Meet the others: over gloo, or nccl where each process has a GPU of its own.
+
+        Raises:
+            InputError: There is nobody to be met where the environment says.
+        """
         if self.world == 1:
             return
         import torch
         import torch.distributed as dist
+        from torch.distributed.rendezvous import rendezvous
 
         if dist.is_initialized():
             return
@@ -79,18 +90,41 @@ class Shard:
         if devices:
             torch.cuda.set_device(self.local % devices)
         each = 0 < int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) <= devices
-        dist.init_process_group(
-            "nccl" if each else "gloo",
-            timeout=_TIMEOUT,
-            device_id=torch.device("cuda", self.local % devices) if each else None,
-        )
+        try:
+            store, rank, world = next(rendezvous("env://", timeout=_MEETING))
+            store.set_timeout(_TIMEOUT)
+            dist.init_process_group(
+                "nccl" if each else "gloo",
+                store=store,
+                rank=rank,
+                world_size=world,
+                timeout=_TIMEOUT,
+                device_id=torch.device("cuda", self.local % devices) if each else None,
+            )
+        except (RuntimeError, ValueError) as error:  # no address, a port that is taken, nobody who answers
+            raise InputError(
+                "WORLD_SIZE",
+                expected=f"{self.world} processes that can meet, as torchrun starts them",
+                got=str(error).partition("\n")[0],
+                remedy="Start it by torchrun, with another --master-port if that is taken; "
+                "or unset RANK and WORLD_SIZE.",
+            ) from error
 
     def barrier(self) -> None:
-        """Wait until all have come here."""
+        """Wait until all have come here.
+
+        Raises:
+            LeftAloneError: One of them has ended.
+        """
         if self.world > 1:
             import torch.distributed as dist
 
-            dist.barrier()
+            try:
+                dist.barrier()
+            except RuntimeError as error:
+                raise LeftAloneError(
+                    f"process {self.rank} stops, as another one of this run has ended; what was measured is kept"
+                ) from error
 
     def leave(self) -> None:
         """Part from the others."""

@@ -1,77 +1,45 @@
 """Where the time of a decode step goes: kernels by name, PyTorch's operations by the function that asks for them."""
 
 import contextlib
+import functools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsesel.ops import backend
+from sparsesel.registry import registry
 
 if TYPE_CHECKING:
     from sparsesel.ops.launch import Launch
 
-# What a kernel does, by its function's name; one that is not here goes by that name.
-_KERNELS = {
+# What kernels and functions of the package do; those of selectors are named by their plugins. The innermost function
+# that asks for an operation tells its stage; a kernel that nobody names goes by its own name.
+_STAGES = {
     "qk_scores_kernel": "QK",
     "indexed_qk_kernel": "QK",
-    "score_kernel": "QK",
-    "between_scores_kernel": "QK",
-    "scan_kernel": "QK + select",
     "tile_maxima_kernel": "select",
     "topk_kernel": "select",
-    "merit_kernel": "select",
-    "votes_kernel": "select",
-    "plan_pages_kernel": "select",
-    "page_support_kernel": "select",
-    "finish_kernel": "select + aggregate",
-    "finish_exact_kernel": "select + aggregate",
     "softmax_values_kernel": "aggregate",
     "combine_kernel": "aggregate",
-    "mass_outside_kernel": "aggregate",
-    "reallocate_kernel": "aggregate",
     "dense_attention_kernel": "QK + aggregate",
     "sparse_attention_kernel": "QK + aggregate",
-    "page_attention_kernel": "QK + aggregate",
-    "sink_window_attention_kernel": "QK + aggregate",
-    "compare_kernel": "match",
-    "recall_kernel": "match + union",
-    "set_kernel": "union",
-    "reuse_kernel": "match to aggregate",
-    "page_scores_kernel": "estimate",
-    "choose_components_kernel": "estimate",
-    "approximate_scores_kernel": "estimate",
-    "project_kernel": "estimate",
-}
-# What functions of the package do; the innermost one that asks for an operation tells its stage.
-_FUNCTIONS = {
     "gather_keys": "gather",
     "gather_values": "gather",
     "_gather": "gather",
     "qk_scores": "QK",
     "indexed_qk": "QK",
-    "scan_heads": "QK",
     "topk_indices": "select",
     "scores_at": "select",
-    "choose": "select",
-    "best_candidates": "select",
-    "soft_vote": "select",
     "softmax_values": "aggregate",
-    "mass_outside": "aggregate",
-    "_combine": "aggregate",
     "sparse_attention": "QK + aggregate",
     "dense_attention": "QK + aggregate",
-    "recall": "match",
-    "similarity": "match",
-    "gather_candidates": "union",
-    "_merged": "union",
-    "page_scores": "estimate",
-    "approximate_weights": "estimate",
 }
 _OTHER = "other"
+_OURS = "sparsesel"
 
 
 def keep_busy(device: torch.device) -> None:
@@ -125,8 +93,8 @@ class StageClock(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
     def _around(self, launch: "Launch") -> contextlib.AbstractContextManager[None]:
-        name = launch.kernel.rpartition(":")[2]
-        return self._span(_KERNELS.get(name, name))
+        module, _, name = launch.kernel.rpartition(":")
+        return self._span(_stage(module, name) or name)
 
     @contextlib.contextmanager
     def _span(self, stage: str) -> Iterator[None]:
@@ -149,10 +117,25 @@ class StageClock(TorchDispatchMode):
 def _asked_by(frame: Any) -> str:
     """The stage of the innermost function that has one, up to the selector's own `attend`."""
     while frame is not None:
-        code = frame.f_code
-        if (stage := _FUNCTIONS.get(code.co_name)) is not None:
+        name = frame.f_code.co_name
+        if (stage := _stage(frame.f_globals.get("__name__", ""), name)) is not None:
             return stage
-        if code.co_name == "attend":
+        if name == "attend":
             break
         frame = frame.f_back
     return _OTHER
+
+
+def _stage(module: str, name: str) -> str | None:
+    """What a kernel or function does, None if nobody says."""
+    package = module.partition(".")[0]
+    return _STAGES.get(name) if package == _OURS else _declared().get(package, {}).get(name)
+
+
+@functools.cache
+def _declared() -> Mapping[str, Mapping[str, str]]:
+    """What plugins say, by their package: names of different ones may be the same."""
+    found: dict[str, dict[str, str]] = {}
+    for each in registry().selectors.values():
+        found.setdefault(each.plugin.factory.partition(".")[0], {}).update(each.plugin.stages)
+    return found

@@ -10,7 +10,6 @@ from typing import Any
 
 from sparsesel.config import AnyConfig, LayeredConfig, SelectorConfig, build
 from sparsesel.errors import InputError
-from sparsesel.eval.paths import Geometry, step_bytes
 from sparsesel.eval.report import Row, measured_on
 from sparsesel.eval.tables import Column
 from sparsesel.eval.task import Bench, Case, Metrics
@@ -60,11 +59,9 @@ class Sweep(Perplexity):
         return chosen
 
     def measure(self, bench: Bench, case: Case, specs: Sequence[str]) -> Iterator[tuple[str, Metrics]]:
-        """As `perplexity`, and the bytes that a step at the document's end reads by design."""
-        layers = Geometry.of(bench.model.config, str(bench.model.dtype).removeprefix("torch.")).specs()
+        """As `perplexity`, and whether the selector was named."""
         for spec, metrics in super().measure(bench, case, specs):
-            read = step_bytes(bench.selectors[spec], layers, len(case.tokens), metrics)
-            yield spec, {**metrics, "bytes_per_step": read, "given": spec in self._given}
+            yield spec, {**metrics, "given": spec in self._given}
 
 
 def changed(config: SelectorConfig, field: str, value: Any) -> SelectorConfig:
@@ -132,5 +129,4 @@ def cost_note(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _megabytes(row: Row) -> float | None:
-    read = row.mean("bytes_per_step")
-    return None if read is None else read / 1e6
+    return None if row.step_bytes is None else row.step_bytes / 1e6

@@ -175,6 +175,11 @@ class Task(abc.ABC, Generic[ConfigT]):
     def report(cls, lines: Sequence[Line]) -> list[Section]:
         """What to show of this task's lines, computed from them alone."""
 
+    @classmethod
+    def varies_budgets_in(cls, lines: Sequence[Line]) -> bool:
+        """Whether these lines, of one context, compare budgets on purpose: by default, whether the task always does."""
+        return cls.varies_budgets
+
     def parameters(self, setting: Setting, context: int, document: int) -> Mapping[str, Any]:
         """What is written into the line's provenance and must agree when a run is resumed.
 

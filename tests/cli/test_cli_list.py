@@ -164,7 +164,7 @@ REFUSED = [
     (["show", "retopk:qualty"], "preset of retopk", "Did you mean 'quality'?"),
     (["show", "retopk", "--set", "topkk=3"], "--set", "Did you mean 'topk'?"),
     (["show", "retopk,topkk=3"], "retopk.topkk", "Did you mean 'topk'?"),
-    (["show", "full", "--set", "topk=3"], "--set", "(none)"),
+    (["show", "full", "--set", "topk=3"], "--set", "a selector with fields"),
     (["show", "retopk", "--set", "name=full"], "--set", "a field among"),
     (["show", "retopk", "--set", "topk=0"], "retopk.topk", "at least 1"),
     (["show", "retopk", "--set", "topk=-1"], "retopk.topk", "at least 1"),

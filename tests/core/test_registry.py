@@ -161,6 +161,8 @@ BROKEN = {
             "escape": ("return [sparsesel.SelectorPlugin('\\x1b[31m', '', '', '')]", "not of the form"),
             "path": ("return [sparsesel.SelectorPlugin('../x', '', '', '')]", "not of the form"),
             "nameless": ("return [sparsesel.SelectorPlugin(None, '', '', '')]", "must be text"),
+            "no_stages": ("return [sparsesel.SelectorPlugin('x', '', '', '', stages='QK')]", "must be a mapping"),
+            "no_stage": ("return [sparsesel.SelectorPlugin('x', '', '', '', stages={'f': 1})]", "must be a mapping"),
             "no_summary": ("return [sparsesel.SelectorPlugin('x', None, '', '')]", "must be text"),
             "error": ("raise ValueError('late')", "ValueError: late"),
         }.items()

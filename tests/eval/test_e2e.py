@@ -106,6 +106,13 @@ def test_one_context_without_models_has_no_curve(measured):
     assert E2e.report([]) == []
 
 
+def test_nothing_is_modelled_where_the_cost_is_not_known(measured):
+    lines = [{**line, "provenance": {**line["provenance"], "cost": {"error": "Boom"}}} for line in measured.lines]
+    (section,) = E2e.report(lines)
+    assert [table.title.rpartition(", ")[2] for table in section.tables] == ["measured"] * 2
+    assert all(cell == "–" for cell in section.tables[0].columns[-1].cells)
+
+
 def test_prompts_are_random_or_the_text(model_folder, text_file):
     def line(**fields):
         (found,) = run("e2e", str(model_folder), ["full"], texts=[text_file], contexts=[64], steps=2, **fields).lines

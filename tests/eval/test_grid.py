@@ -1,8 +1,12 @@
 """Several tasks by one file, and what is refused of it."""
 
+import contextlib
+from typing import Any
+
 import pytest
 from typer.testing import CliRunner
 
+from sparsesel import InputError
 from sparsesel.cli.app import app
 from sparsesel.eval.results import read_results
 
@@ -55,6 +59,61 @@ def test_what_makes_no_sense_is_refused(grid, tmp_path, monkeypatch, arguments, 
     result = invoke(*(grid if part == "GRID" else part for part in arguments))
     assert result.exit_code == 2, result.output
     assert problem in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("tables", "field", "expected"),
+    [
+        ("[tasks]\nperplexity = 3", "eval.tasks.perplexity", "a table "),
+        ("tasks = 3", "eval.tasks", "a table "),
+        ("[tasks.perplexity]\nsuffix = 300\n[tasks.niah]", "suffix of task perplexity", "at most 247"),
+        ("[tasks.perplexity]\nsuffix = 4\n[tasks.niah]\ntrials = 0", "niah.trials", "greater than"),
+        ("[tasks.perplexity]\nsuffix = 4\n[tasks.sensitivity.values]\ntopk = 0", "", "at least 1"),
+        (
+            "[tasks.sensitivity.values]\ntopk = [8, [1]]",
+            "sensitivity.values.topk.1",
+            "a boolean, an integer, a number or text (",
+        ),
+        ("[tasks.latency]\npath_mix = ''", "latency.path_mix", "a path ("),
+        ("[tasks.perplexity]\nsuffix = 4\n[names]\nful = 'x'", "names", "Did you mean 'full'"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_its_task_and_the_file(grid, tmp_path, tables, field, expected):
+    grid.write_text(grid.read_text().partition("[tasks")[0] + tables)
+    result = invoke("eval", "--config", grid, "--out", tmp_path / "out")
+    assert result.exit_code == 2, result.output
+    assert field in result.stderr.splitlines()[0]
+    assert result.stderr.splitlines()[0].endswith(f"of {grid}")
+    assert expected in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_is_no_fault_of_the_file(grid):
+    result = invoke("eval", "--config", grid, "--out", grid)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error in out\n")
+
+
+def test_every_number_of_a_task_has_an_upper_bound():
+    """Beyond it something else would fail, or a run not end."""
+    import annotated_types
+    from pydantic import TypeAdapter, ValidationError
+
+    from sparsesel.registry import registry
+
+    ours = [name for name, found in registry().tasks.items() if found.distribution == "sparsesel"]
+    assert len(ours) == 11
+    for name in ours:
+        for key, field in registry().task_config_class(name).model_fields.items():
+            kind: Any = field.annotation
+            with contextlib.suppress(ValidationError):
+                TypeAdapter(kind).validate_python(1.5, strict=True)
+                continue  # a share or a speed
+            with contextlib.suppress(ValidationError):
+                TypeAdapter(kind).validate_python(7, strict=True)
+                assert any(isinstance(one, annotated_types.Le) for one in field.metadata), (name, key)
+                with pytest.raises(InputError, match="less than or equal"):
+                    registry().make_task_config(name, {key: 2**63})
 
 
 def test_the_demonstration_is_a_grid_of_every_selector_of_ours():

@@ -1,18 +1,23 @@
 """What is timed is the work that was asked for: every layer, the paths in the shares that were set. Not how long."""
 
+import importlib.resources
 import itertools
 import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from sparsesel import InputError, make_selector
-from sparsesel.eval import attention_step, run, runner
+from sparsesel.eval import attention_step, run, runner, stages
 from sparsesel.eval.attention_step import AttentionSteps, Contestant, Schedule, counted, milliseconds
 from sparsesel.eval.decode import MeasurementError
 from sparsesel.eval.paths import Geometry, PathMix
 from sparsesel.eval.tasks.latency import Latency, stages_of
+from sparsesel.hookspecs import SelectorPlugin
 from sparsesel.registry import registry
 from sparsesel_full.selector import FullSelector
 
@@ -248,3 +253,31 @@ def test_caches_that_do_not_fit_are_refused(monkeypatch):
 def test_bandwidths_have_names():
     assert registry().make_task_config("latency", {"bandwidth": "l20"}).model_dump()["bandwidth"] == 864
     assert registry().make_task_config("latency", {"bandwidth": 5}).model_dump()["bandwidth"] == 5
+
+
+@pytest.mark.parametrize("name", [name for name, one in registry().selectors.items() if one.plugin.stages])
+def test_the_stages_that_a_plugin_declares_are_of_its_own_functions(name):
+    """A name that is gone would be counted as something else."""
+    plugin = registry().get(name).plugin
+    folder = Path(str(importlib.resources.files(plugin.factory.partition(".")[0])))
+    defined = set(re.findall(r"def (\w+)\(", "".join(path.read_text("utf-8") for path in folder.rglob("*.py"))))
+    assert plugin.stages.keys() <= defined
+
+
+def test_what_a_third_partys_functions_do_is_told_by_its_plugin(monkeypatch):
+    here, there = ({"torch": torch, "__name__": name} for name in ("mine.selector", "others.selector"))
+    for space in (here, there):
+        exec("def pick(x):\n    return torch.topk(x, 2).indices", space)
+    plugin = SelectorPlugin("mine", "Mine.", "mine.config:C", "mine.selector:S", stages={"pick": "guess"})
+    monkeypatch.setattr(stages, "registry", lambda: SimpleNamespace(selectors={"mine": SimpleNamespace(plugin=plugin)}))
+    stages._declared.cache_clear()
+    ones = torch.ones(8)
+    try:
+        with stages.StageClock(torch.device("cpu")) as clock:
+            here["pick"](ones)
+            first = clock.milliseconds().keys()
+            there["pick"](ones)
+        assert list(first) == ["guess"]
+        assert clock.milliseconds().keys() == {"guess", "other"}
+    finally:
+        stages._declared.cache_clear()

@@ -138,6 +138,11 @@ def test_without_files_or_network_it_is_refused(tmp_path):
         (json.dumps(record(1, answers=[3])), "line 2: answers"),
         (json.dumps(record(1, context=None)), "line 2: context"),
         (json.dumps({"context": "a", "answers": ["b"]}), "line 2: input"),
+        ("[" * 100_000, "line 2"),
+        ('{"a":' * 100_000, "line 2"),
+        ("1" * 5000, "line 2"),
+        *((json.dumps(record(1, **{name: "half \ud83d"})), f"line 2: {name}") for name in ("context", "input", "_id")),
+        (json.dumps(record(1, answers=["a", "\udcff"])), "line 2: answers"),
     ],
 )
 def test_a_line_that_is_no_question_is_named(folder, line, problem):

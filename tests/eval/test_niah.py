@@ -44,9 +44,10 @@ def test_prompt_and_answer_fill_the_context_exactly(tokenizers, which, context):
         parameters = task.parameters(given, context, document)
         hidden = hide(parameters["variant"], parameters["trial"], f"0 {parameters['haystack']}")
         for _, sentence in hidden.needles:
-            assert text.count(sentence) == 1
+            assert text.count(f"\n{sentence}\n") == text.count(sentence.partition("#")[2]) == 1
         assert all(value in text for value in case.values)
-        assert text.endswith((f"The locker code of the {hidden.key} is", f"locker codes of the {hidden.key}:\n\n1."))
+        first = next(sentence for _, sentence in hidden.needles if case.values[0] in sentence)
+        assert text.endswith("1. " + first.partition(case.values[0])[0])  # the answer begins as the needle does
         assert text.startswith({"plain": "Some locker", "bos": "<s>", "chat": "<s>user\n"}[which])
 
 
@@ -57,7 +58,7 @@ def test_a_needle_lies_at_its_depth(tokenizers, trial):
     case = task.prepare(given, 2000, trial)
     text = tokenizers["plain"].decode(case.tokens)
     begin, end = len(niah._INTRO), text.index("\n\nWhat is")
-    place = (text.index("The locker code") - begin) / (end - begin)
+    place = (text.index("Locker code:") - begin) / (end - begin)
     assert place == pytest.approx(task.parameters(given, 2000, trial)["depth"], abs=0.07)
 
 
@@ -75,7 +76,9 @@ def test_what_is_hidden(variant, trial):
     assert all(len(value) == 7 and value.isdigit() for value in hidden.values)
     assert len({depth for depth, _ in hidden.needles}) == len(hidden.needles)
     asked = [sentence for _, sentence in hidden.needles if hidden.key in sentence]
-    assert len(asked) == len(hidden.values)
+    assert len(asked) == len(set(asked)) == len(hidden.values) == len(set(hidden.values))
+    # Values in the order of the text, so that their ordinals are true.
+    assert all(value in sentence for value, sentence in zip(hidden.values, asked, strict=True))
     assert hidden != hide(variant, trial + 1, "0 noise")
 
 
@@ -90,6 +93,17 @@ def test_a_context_that_no_needle_fits_into_is_refused(tokenizers):
     with pytest.raises(InputError, match="at least") as error:
         task.prepare(setting(tokenizers["plain"], 100), 100, 0)
     assert error.value.field == "context"
+
+
+@pytest.mark.parametrize("which", ["plain", "bos", "chat"])
+def test_the_least_context_holds_every_trial(tokenizers, which):
+    task = Niah(NiahConfig(trials=10))
+    with pytest.raises(InputError) as error:
+        task.prepare(setting(tokenizers[which], 100), 100, 0)
+    least = int(error.value.expected.split()[2])  # at least … tokens
+    for document in range(60):
+        case = task.prepare(setting(tokenizers[which], least), least, document)
+        assert len(case.tokens) + case.steps == least
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,26 @@
 """Results survive a crash at any byte, and two processes never share a folder."""
 
 import json
+import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsesel import InputError
-from sparsesel.eval.results import RESULTS, TORN, ResultStore, check_folder, check_same, read_results
+from sparsesel.eval.line import NoResultError
+from sparsesel.eval.results import (
+    RESULTS,
+    TORN,
+    ResultStore,
+    check_folder,
+    check_same,
+    read_results,
+    scan_results,
+)
 
 
 def line(document, **provenance):
@@ -94,6 +105,94 @@ def test_what_is_no_result_is_refused_and_left_alone(tmp_path, change):
     assert read_results(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "problem"),
+    [
+        (("provenance", "parameters"), None, "provenance.parameters is null, not a table"),
+        (("provenance", "versions"), "1.0", 'provenance.versions is "1.0", not a table'),
+        (("provenance", "versions"), {"torch": 2}, "provenance.versions.torch is 2, not a text"),
+        (("provenance", "cost"), {"step_bytes": "many"}, 'provenance.cost.step_bytes is "many", not a number'),
+        (("provenance", "model"), ["m"], 'provenance.model is ["m"], not a text'),
+        (("metrics",), [1], "metrics is [1], not a table"),
+        (("metrics", "perplexity"), "low", 'metrics.perplexity is "low", not a number'),
+        (("metrics", "perplexity"), True, "metrics.perplexity is true, not a number"),
+        (("metrics", "mine"), [{"a": float("inf")}], "a value is no JSON"),
+        (("metrics", "nll"), float("nan"), "metrics.nll is NaN, not a number that is finite"),
+        (("config", "layers"), {"0-1": "full"}, 'config.layers.0-1 is "full", not a table'),
+        (("config", "name"), 3, "config.name is 3, not a text"),
+        (("selector",), 7, "selector is 7, not a text"),
+        (("selector",), "", 'selector is "", not a name'),
+        (("context",), 0, "context is 0, not greater than or equal to 1"),
+        (("document",), -1, "document is -1, not greater than or equal to 0"),
+        (("document",), 10**400, "document is 1000"),
+    ],
+)
+def test_a_line_of_another_shape_is_named_with_what_is_wrong(tmp_path, path, value, problem):
+    bad: Any = line(1, parameters={}, versions={})
+    place = bad
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    data = "".join(json.dumps(each) + "\n" for each in (line(0), bad, line(2)))
+    (tmp_path / RESULTS).write_text(data, encoding="utf-8")
+    with pytest.raises(InputError) as error:
+        ResultStore(tmp_path)
+    assert f"line 2 of {tmp_path / RESULTS}: no result: {problem}" in error.value.got
+    lines, problems = scan_results(tmp_path)
+    assert [number for number, _ in lines] == [1, 3]
+    assert problems[0].startswith(f"Line 2 of {tmp_path / RESULTS} is left out: {problem}")
+    assert (tmp_path / RESULTS).read_text(encoding="utf-8") == data
+    with ResultStore(tmp_path / "new") as store, pytest.raises(NoResultError):  # nor is such a one written
+        store.append(bad)
+
+
+def test_what_is_missing_is_named(tmp_path):
+    bad = line(0)
+    del bad["config"]
+    (tmp_path / RESULTS).write_text(json.dumps(bad) + "\n[3]\n", encoding="utf-8")
+    assert [problem.partition("left out: ")[2] for problem in scan_results(tmp_path)[1]] == [
+        "config is missing.",
+        "the line is [3], not a table.",
+    ]
+
+
+def test_what_a_later_version_adds_is_kept(tmp_path):
+    more = {**line(0, new=[1]), "new": {"a": None}}
+    (tmp_path / RESULTS).write_text(json.dumps(more) + "\n", encoding="utf-8")
+    with ResultStore(tmp_path) as store:
+        assert store.lines == [more]
+
+
+@pytest.mark.parametrize("end", ["\n", "\n\n\n", "  ", "\t\n ", "\r\n"])
+def test_blank_lines_are_no_torn_ones(tmp_path, end):
+    text = f"\n{json.dumps(line(0))}\n \n{json.dumps(line(1))}\n{end}"
+    (tmp_path / RESULTS).write_bytes(text.encode())
+    assert scan_results(tmp_path)[1] == []
+    with ResultStore(tmp_path) as store:
+        assert store.torn == 0
+        store.append(line(2))
+    assert read_results(tmp_path) == [line(0), line(1), line(2)]
+    assert (tmp_path / RESULTS).read_bytes().startswith(text.encode())
+    assert not (tmp_path / TORN).exists()
+
+
+def test_a_torn_line_before_blank_ones_is_recovered(tmp_path):
+    (tmp_path / RESULTS).write_bytes(json.dumps(line(0)).encode() + b'\n{"task": "per\n\n')
+    with ResultStore(tmp_path) as store:
+        assert store.torn
+        store.append(line(1))
+    assert read_results(tmp_path) == [line(0), line(1)]
+    assert (tmp_path / TORN).read_bytes() == b'{"task": "per\n'
+
+
+def test_a_pipe_in_the_place_of_results_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / RESULTS)
+    with pytest.raises(OSError, match="pipe"):
+        scan_results(tmp_path)
+    with pytest.raises(InputError, match="pipe"):
+        ResultStore(tmp_path)
+
+
 def test_nesting_without_end_is_no_result(tmp_path):
     (tmp_path / RESULTS).write_bytes(b"[" * 100_000 + b"\n" + json.dumps(line(0)).encode() + b"\n")
     with pytest.raises(InputError, match=r"line 1 .* no result"):
@@ -138,7 +237,7 @@ def test_a_folder_is_checked_without_being_made(tmp_path, monkeypatch):
 
 def test_results_that_are_not_numbers_are_never_written(tmp_path):
     with ResultStore(tmp_path) as store:
-        with pytest.raises(ValueError, match="JSON"):
+        with pytest.raises(NoResultError, match="finite"):
             store.append({**line(0), "metrics": {"nll": float("nan")}})
         assert store.lines == []
     assert read_results(tmp_path) == []

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from sparsesel import InputError
 from sparsesel.cli.app import app
-from sparsesel.config import RunConfig, build, load_file
+from sparsesel.config import MAX_COUNT, RunConfig, build, load_file
 from sparsesel.eval import runner
 from sparsesel.eval.results import RESULTS, read_results
 from sparsesel.eval.runner import Run
@@ -248,7 +248,7 @@ def test_a_context_beyond_the_model_is_refused(run, tmp_path):
 
 def test_too_short_a_text_is_refused_before_the_model_loads(run, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "load_model", lambda *_, **__: pytest.fail("loaded the model"))
-    for documents in (1000, 10**12, 10**30):  # more than could ever be listed
+    for documents in (1000, MAX_COUNT):  # more than could ever be listed
         with pytest.raises(InputError, match=r"at most \d+ of 96 tokens") as error:
             run(tmp_path, documents=documents)
         assert error.value.field == "documents"
@@ -261,6 +261,8 @@ def test_too_short_a_text_is_refused_before_the_model_loads(run, tmp_path, monke
         ({"contexts": ()}, "contexts"),
         ({"contexts": (64, 64)}, "each once"),
         ({"contexts": (0,)}, "positive"),
+        ({"contexts": (2**31,)}, "at most 2147483647"),
+        ({"skip_chars": 2**63}, "skip_chars"),
         ({"suffix": 46}, "at most 45"),
         ({"suffix": 0}, "suffix"),
         ({"suffix": True}, "suffix"),

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsesel import InputError
-from sparsesel.eval.results import RESULTS, Point, ResultStore, point_of, read_results
+from sparsesel.eval.line import Point, point_of
+from sparsesel.eval.results import RESULTS, ResultStore, read_results
 from sparsesel.eval.sharding import Shard, merge
 
 
@@ -102,6 +104,52 @@ def test_two_processes_give_the_results_of_one(model_folder, text_file, tmp_path
     kept = {bytes(raw) for raw in (tmp_path / "two" / RESULTS).read_bytes().splitlines(keepends=True)}
     assert set(lines[:4] + lines[6:9]) <= kept
     assert sorted(map(str, (essence(e) for e in read_results(tmp_path / "two")))) == sorted(map(str, one))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({}, "MASTER_ADDR"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "TAKEN"}, "in use"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "no port"}, "no port"),
+    ],
+)
+def test_processes_that_cannot_meet_are_refused(monkeypatch, settings, problem):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", **settings}.items():
+            monkeypatch.setenv(name, str(taken.getsockname()[1]) if value == "TAKEN" else value)
+        with pytest.raises(InputError, match=problem) as error:
+            Shard.from_environment().join()
+    assert "unset RANK" in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("documents", "suffix", "field"), [(100_000, 6, "documents"), (3, 7, "out"), (3, 70, "suffix")]
+)
+def test_what_is_refused_is_said_once(model_folder, text_file, tmp_path, documents, suffix, field):
+    """By torchrun's processes together; no traceback of ours beside it."""
+    from sparsesel.eval import run
+
+    fields = {"suffix": 6, "documents": 3, "contexts": [48], "texts": [text_file], "backend": "eager"}
+    run("perplexity", str(model_folder), ["full"], out=tmp_path, **fields)
+    options = ["--model", model_folder, "--text", text_file, "--suffix", suffix, "--documents", documents]
+    options += ["--context", 48, "--selector", "full", "--backend", "eager", "--out", tmp_path]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = subprocess.run(
+        [*torchrun, "-m", "sparsesel", "eval", "perplexity", *map(str, options)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode != 0
+    assert result.stderr.count(f"error in {field}") == 1
+    assert "sparsesel/eval" not in result.stderr
+    assert result.stderr.count("[rank") == 0
 
 
 # So slow that it is interrupted in the middle.

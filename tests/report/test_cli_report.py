@@ -61,6 +61,23 @@ def test_it_replaces_its_own_files_alone(results):
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == first
 
 
+@pytest.mark.parametrize("damage", [b"\xff\n", b"a\0b.png\n", b"caf\xe9.png\n", b"../../results.jsonl\n"])
+def test_a_damaged_record_of_figures_is_made_anew_and_said(results, damage):
+    out = results / "report"
+    assert invoke(results).exit_code == 0
+    record = out / "figures" / ".figures"
+    whole = record.read_bytes()
+    (out / "figures" / "gone.png").write_text("of the last report")
+    record.write_bytes(damage + b"gone.png\n" + whole)
+    result = invoke(results)
+    assert result.exit_code == 0, result.output
+    assert f"{record} was damaged" in result.stdout.replace("\n", "")
+    assert record.read_bytes() == whole
+    assert not (out / "figures" / "gone.png").exists()
+    assert (results / "results.jsonl").exists()
+    assert "was damaged" not in invoke(results).stdout
+
+
 def test_it_goes_where_it_is_told(results, tmp_path):
     out = tmp_path / "deep" / "elsewhere"
     result = invoke(results, "--out", out)

@@ -44,6 +44,14 @@ def test_a_selector_that_attends_to_more_than_its_budget_is_marked(lines):
     assert differences(made) == ["More tokens attended than topk: quest,topk=128 up to 2.0 times."]
 
 
+def test_stability_compares_budgets_where_they_are_what_it_varies(lines):
+    for field, marked in (("topk", False), ("refresh_interval", True), (None, True)):
+        made = [{**line, "task": "stability"} for line in lines if line["task"] == "perplexity"]
+        made = [{**line, "metrics": {**line["metrics"], "field": field}} for line in made]
+        made[0] = {**made[0], "config": {"name": "full", "topk": 7}}
+        assert any("budgets" in note for note in differences(made)) == marked
+
+
 def test_a_task_may_compare_budgets(lines):
     made = [{**line, "task": "sensitivity"} for line in lines if line["task"] == "perplexity"]
     made[0] = {**made[0], "config": {"name": "full", "topk": 7}}

@@ -2,12 +2,17 @@
 
 import base64
 import copy
+import dataclasses
 import hashlib
+import html
 import html.parser
 import json
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 
 from sparsesel import InputError
 from sparsesel.eval.figures import Curves, HeatMap, Series
@@ -16,6 +21,7 @@ from sparsesel.eval.render.content import Content, Part, Shown, gather
 from sparsesel.eval.render.draw import draw
 from sparsesel.eval.render.markdown import escape, markdown
 from sparsesel.eval.render.page import page
+from sparsesel.eval.render.write import write
 from sparsesel.eval.tables import Column, Section, Table
 
 HOSTILE = "<script>alert(1)</script>\"' onload=x **b** | `c` \x1b[2J"
@@ -137,10 +143,56 @@ def test_a_task_that_is_not_installed_is_said(tmp_path, lines):
 def test_lines_that_a_report_cannot_use_do_not_hide_the_others(tmp_path, lines):
     broken = [{**line, "metrics": {}} for line in lines if line["task"] == "niah"]
     content = gather([write_results(tmp_path / "a", [*[x for x in lines if x["task"] == "perplexity"], *broken])])
-    text = markdown(content)
-    assert "Perplexity, context 1024" in text
-    assert "are not shown: its report failed with KeyError" in text
-    assert "There is no summary" in text
+    (part,) = [part for part in content.parts if part.task == "niah"]
+    (note,) = part.shown[0].section.notes
+    assert re.fullmatch(r"\d+ results are not shown in niah \(the first is full at .*failed with KeyError.*", note)
+    summary, said = [shown.section for shown in content.parts[0].shown]
+    assert [column.heading.split()[0] for column in summary.tables[0].columns].count("PPL") == 2
+    assert "not shown in the summary" in said.notes[0]
+
+
+def test_one_line_that_a_report_cannot_use_hides_no_other(tmp_path, lines):
+    own = [line for line in lines if line["task"] == "niah"]
+    broken = copy.deepcopy(own)
+    del broken[3]["metrics"]["score"]
+    expected, got = (gather([write_results(tmp_path / name, each)]) for name, each in (("a", own), ("b", broken)))
+    (shown, said) = got.parts[-1].shown
+    assert [table.title for table in shown.section.tables] == [
+        table.title for table in expected.parts[-1].shown[0].section.tables
+    ]
+    place = f"the first is {own[3]['selector']} at context {own[3]['context']}, document {own[3]['document']}"
+    assert f"1 results are not shown in niah ({place})" in said.section.notes[0]
+
+
+@pytest.mark.parametrize("value", [[1, 2], {"a": None}, [], True, "x", 10**30, None], ids=str)
+def test_what_others_write_into_a_line_is_shown_whatever_it_is(tmp_path, lines, value):
+    """Their parameters, seeds and budgets may be of any kind."""
+    made = copy.deepcopy([line for line in lines if line["task"] == "perplexity"])
+    for line in made[::2]:
+        line["config"] = {**line["config"], "topk": value}
+        line["metrics"]["mine"] = value
+        line["provenance"] |= {"seed": value, "data_sha256": value, "task_from": value, "mine": value}
+        line["provenance"]["parameters"] |= {"text": value, "skip_chars": value, "mine": value}
+    content = gather([write_results(tmp_path / "a", made)])
+    assert content.problems == []
+    assert len(content.entries) == len(made)
+    assert "Perplexity, context 1024" in markdown(content)
+    assert "Perplexity, context 1024" in page(content.without(dict.fromkeys(dict(content.figures), "")), {})
+
+
+def test_a_figure_that_cannot_be_drawn_is_said_and_takes_nothing_else_along(tmp_path, lines, monkeypatch):
+    content = gather([write_results(tmp_path / "a", [line for line in lines if line["task"] == "perplexity"])])
+    bad = Curves("Of <nothing>", "x", "y", [Series("s", [1, 2], [1.0])])
+    shown = content.parts[-1].shown[0]
+    parts = [dataclasses.replace(content.parts[-1], shown=[Shown(shown.section, [("bad", bad), *shown.figures])])]
+    written = write(dataclasses.replace(content, parts=[content.parts[0], *parts]), tmp_path / "out")
+    (problem,) = written.problems
+    assert "'Of <nothing>' cannot be drawn (ValueError" in problem
+    assert written.count == len(list((tmp_path / "out" / "figures").glob("*.png"))) == len(content.figures)
+    for path in (written.markdown, written.page):
+        text = path.read_text(encoding="utf-8")
+        assert "nothing" in text.partition("Left out")[2].partition("Summary")[0]
+        assert "figures/bad" not in text
 
 
 DRAWN = {}
@@ -216,6 +268,32 @@ def test_markdown_of_others_is_text(text):
     assert escape(text)[0] in "\\&1a"
     assert "\n" not in escape(text)
     assert re.sub(r"\\(.)", r"\1", escape(text)).replace("&gt;", ">") == " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *((text, text) for text in ("0.77", "1.0000", "-1.5", "+3", "12", "x86_64", "sink_size=2", "a-b", "1.a")),
+        ("7.", r"7\."),  # an empty item
+        ("7. item", r"7\. item"),
+        ("2026) item", r"2026\) item"),
+        ("- item", r"\- item"),
+        ("---", r"\---"),
+        ("_private", r"\_private"),
+        ("__init__", r"\_\_init\_\_"),
+        ("a_", r"a\_"),
+    ],
+)
+def test_only_what_markdown_would_read_is_escaped(text, expected):
+    assert escape(text) == expected
+
+
+@given(text=st.text(st.sampled_from("ab1 0_*-+.)(=#[]!`|~<>&\\{}$"), max_size=12))
+def test_markdown_shows_any_text_as_it_is(text):
+    reader = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    for wrap in ("{}", "**{}**", "# {}"):
+        shown = reader.render(wrap.format(escape(text)) + "\n")
+        assert html.unescape(re.sub(r"<[^>]*>", "", shown)).strip() == " ".join(text.split())
 
 
 def test_the_page_allows_only_its_own_style_and_script(results):

@@ -1,5 +1,6 @@
 """What a report shows, gathered from results folders: sections of tables and figures, each with its lines."""
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,8 +11,9 @@ from typing import Any
 from sparsesel.errors import InputError
 from sparsesel.eval.differences import differences
 from sparsesel.eval.figures import Figure
-from sparsesel.eval.report import Line, by_task
-from sparsesel.eval.results import RESULTS, point_of, scan_results
+from sparsesel.eval.line import point_of
+from sparsesel.eval.report import Line, by_task, sections_of
+from sparsesel.eval.results import RESULTS, scan_results
 from sparsesel.eval.summary import TASKS, summary
 from sparsesel.eval.tables import Section
 
@@ -115,6 +117,15 @@ class Content:
     def figures(self) -> list[tuple[str, Figure]]:
         """Every figure with the name of its files."""
         return [figure for part in self.parts for shown in part.shown for figure in shown.figures]
+
+    def without(self, undrawn: Mapping[str, str]) -> "Content":
+        """The same without some figures: from the name of each to what is wrong with it."""
+
+        def left(shown: Shown) -> Shown:
+            return Shown(shown.section, [(name, figure) for name, figure in shown.figures if name not in undrawn])
+
+        parts = [dataclasses.replace(part, shown=[left(shown) for shown in part.shown]) for part in self.parts]
+        return dataclasses.replace(self, parts=parts, problems=[*self.problems, *undrawn.values()])
 
 
 def gather(folders: Sequence[Path]) -> Content:
@@ -230,11 +241,7 @@ def _labels(folders: Sequence[Path]) -> list[str]:
 def _summary(lines: Sequence[Line]) -> tuple[list[Line], list[Section]]:
     """What the summary is made of, and the summary."""
     own = [line for line in lines if line["task"] in TASKS]
-    try:
-        return own, summary(lines)
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:  # lines of another version
-        problem = f"There is no summary: a line lacks what it needs ({type(error).__name__}: {error})."
-        return own, [Section("Summary", (), notes=(problem,))]
+    return own, sections_of("in the summary", summary, own) if own else []
 
 
 def _rows(parts: Sequence[Part]) -> list[str]:

@@ -9,7 +9,9 @@ from sparsesel.eval.render.content import Content, Part, spread
 from sparsesel.eval.results import RESULTS
 from sparsesel.eval.tables import Table, printable
 
-_SPECIAL = re.compile(r"([\\`*_\[\]{}|#~$!]|^[-+]|(?<=^\d)[.)])")
+# Anywhere; an underscore that is not within a word; what begins an item of a list; a line that underlines or divides.
+_SPECIAL = re.compile(r"[\\`*\[\]{}|#~$!]|(?<![^\W_])_|_(?![^\W_])|^[-+](?=\s|$)|^[-=](?=[-=\s]*$)")
+_NUMBERED = re.compile(r"^(\d{1,9})([.)])(?=\s|$)")
 _WRAPS = {"": "{}", "best": "**{}**", "second": "<u>{}</u>"}
 
 MARKED = "Bold: the best of its column; underlined: the second-best. Reference rows, above the line, take no part."
@@ -28,7 +30,7 @@ def markdown(content: Content) -> str:
 def escape(text: str) -> str:
     """Text that is shown as it is: no markup, no HTML, one line."""
     plain = printable(" ".join(text.split()))
-    return _SPECIAL.sub(r"\\\1", html.escape(plain, quote=False))
+    return _NUMBERED.sub(r"\1\\\2", _SPECIAL.sub(r"\\\g<0>", html.escape(plain, quote=False)))
 
 
 def _part(part: Part) -> list[str]:

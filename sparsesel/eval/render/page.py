@@ -205,10 +205,12 @@ def _provenance(part: Part) -> str:
 
 def _source(source: Source) -> str:
     facts = list(source.facts)
-    parameters = [entry.line["provenance"].get("parameters", {}) for entry in source.entries]
     for name, values in (
         ("texts", spread(source.entries, lambda line: line["provenance"].get("parameters", {}).get("text"))),
-        ("characters skipped", [str(one) for one in dict.fromkeys(p.get("skip_chars") for p in parameters) if one]),
+        (
+            "characters skipped",
+            spread(source.entries, lambda line: line["provenance"].get("parameters", {}).get("skip_chars") or None),
+        ),
         ("selectors", spread(source.entries, lambda line: line["selector"])),
     ):
         if values:

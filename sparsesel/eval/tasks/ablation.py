@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field
 
-from sparsesel.config import SelectorConfig
+from sparsesel.config import MAX_COUNT, SelectorConfig
 from sparsesel.eval.figures import Figure, Marks
 from sparsesel.eval.report import Line, Row, about, rows_by_context
 from sparsesel.eval.sweep import Sweep, bases, common, cost_columns, cost_note, field_changed
@@ -19,11 +19,16 @@ class AblationConfig(PerplexityConfig):
     """What is made smaller, and what is scored."""
 
     smaller_recall_size: int | None = Field(
-        default=None, ge=1, description="The smaller R.", json_schema_extra={"default": "half of the selector's own"}
+        default=None,
+        ge=1,
+        le=MAX_COUNT,
+        description="The smaller R.",
+        json_schema_extra={"default": "half of the selector's own"},
     )
     smaller_cache_size: int | None = Field(
         default=None,
         ge=1,
+        le=MAX_COUNT,
         description="The smaller C, in tokens.",
         json_schema_extra={"default": "half of the selector's own, and no less than its R"},
     )
@@ -105,7 +110,7 @@ def _figure(context: int, base: Row, names: Sequence[str], rows: Sequence[Row]) 
     beyond: list[str] = []
     limit = _FAR * next(perplexity(row.lines.values()) for row in rows if row.selector == base.selector)
     for name, row in zip(names, rows, strict=True):
-        score, read = perplexity(row.lines.values()), row.mean("bytes_per_step")
+        score, read = perplexity(row.lines.values()), row.step_bytes
         if score > limit:
             beyond.append(f"{name}: perplexity {score:.1f}")
         elif read is not None:

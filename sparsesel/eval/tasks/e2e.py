@@ -23,8 +23,10 @@ from sparsesel.eval.texts import cut_windows
 class E2eConfig(TaskConfig):
     """What is decoded, and what is modelled."""
 
-    steps: int = Field(default=32, ge=1, description="Steps timed at the end of each context; their median counts.")
-    warmup: int = Field(default=2, ge=0, description="Steps before them, not timed.")
+    steps: int = Field(
+        default=32, ge=1, le=MAX_COUNT, description="Steps timed at the end of each context; their median counts."
+    )
+    warmup: int = Field(default=2, ge=0, le=MAX_COUNT, description="Steps before them, not timed.")
     prompt: Literal["random", "text"] = Field(
         default="random", description="What fills the context: random tokens, or the beginning of the first text."
     )
@@ -96,7 +98,7 @@ class E2e(Task[E2eConfig]):
         from sparsesel.eval.timed import Timed
 
         geometry = Geometry.of(bench.model.config, str(bench.model.dtype).removeprefix("torch."))
-        layers, context = geometry.specs(), len(case.tokens)
+        layers = geometry.specs()
         watch = clock(bench.model.device)
         tokens = bench.tensor(case.tokens)
         prefill = bench.prefill(tokens[: case.prefill], specs, wrap=lambda selector: Timed(selector, watch))
@@ -117,7 +119,7 @@ class E2e(Task[E2eConfig]):
             taken = watch.seconds()[done:]
             done += len(taken)
             attention = [1000 * sum(taken[step * len(layers) : (step + 1) * len(layers)]) for step in range(len(whole))]
-            yield spec, {**known, **self._times(whole, attention), **self._bytes(bench, spec, layers, context, known)}
+            yield spec, {**known, **self._times(whole, attention), **self._bytes(bench, spec, layers, known)}
 
     def _times(self, whole: Sequence[float], attention: Sequence[float]) -> dict[str, Any]:
         """Medians over the steps after the warm-up."""
@@ -131,14 +133,11 @@ class E2e(Task[E2eConfig]):
             "non_attention_share": rest / total,
         }
 
-    def _bytes(
-        self, bench: Bench, spec: str, layers: Sequence[Any], context: int, known: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """What attention reads by design, here and at the modelled contexts, with the paths that were taken."""
+    def _bytes(self, bench: Bench, spec: str, layers: Sequence[Any], known: Mapping[str, Any]) -> dict[str, Any]:
+        """What attention reads by design at the modelled contexts, with the paths that were taken."""
         config = bench.selectors[spec]
         modelled = self.config.modelled_contexts
         return {
-            "bytes_per_step": step_bytes(config, layers, context, known),
             "modelled_contexts": list(modelled),
             "modelled_bytes": [step_bytes(config, layers, each, known) for each in modelled],
         }
@@ -176,9 +175,13 @@ def modelled(measured: Mapping[int, Row]) -> dict[int, tuple[float, float]]:
     Args:
         measured: Its row at each context measured.
     """
-    lines = [next(iter(measured[context].lines.values()))["metrics"] for context in sorted(measured)]
-    last = lines[-1]
-    fixed, slope = _growth([(one["bytes_per_step"], one["attention_ms"]) for one in lines])
+    rows = [measured[context] for context in sorted(measured)]
+    last = next(iter(rows[-1].lines.values()))["metrics"]
+    points = [(row.step_bytes, row.mean("attention_ms")) for row in rows]
+    known = [(read, taken) for read, taken in points if read is not None and taken is not None]
+    if len(known) < len(points):  # its cost is not known
+        return {}
+    fixed, slope = _growth(known)
     found: dict[int, tuple[float, float]] = {}
     for context, read in zip(last["modelled_contexts"], last["modelled_bytes"], strict=True):
         total = last["non_attention_ms"] + fixed + slope * read
@@ -229,7 +232,7 @@ def _measured(context: int, rows: Sequence[Row]) -> Table:
             Column("×full", _ratios(rows, times, "full"), 2, better="more"),
             Column("exact", [row.mean("exact_share") for row in rows], 1, percent=True, detail=True),
             Column("candi-\ndates", [row.candidates for row in rows], 1, detail=True),
-            Column("MB\nmodelled", [(row.mean("bytes_per_step") or 0.0) / 1e6 for row in rows], 2),
+            Column("MB\nmodelled", [None if (read := row.step_bytes) is None else read / 1e6 for row in rows], 2),
         ],
         sum(row.is_reference for row in rows),
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from sparsesel.config import MAX_COUNT
 from sparsesel.errors import InputError
 from sparsesel.eval.binning import bin_means, bin_sums, middles, pooled
 from sparsesel.eval.figures import Curves, Figure, HeatMap, Marks, Series
@@ -47,10 +48,11 @@ class FidelityConfig(PerplexityConfig):
     layer: int | None = Field(
         default=None,
         ge=0,
+        le=10_000,
         description="Layer whose support map is kept.",
         json_schema_extra={"default": "the middle one"},
     )
-    head: int = Field(default=0, ge=0, description="Query head whose support map is kept.")
+    head: int = Field(default=0, ge=0, le=MAX_COUNT, description="Query head whose support map is kept.")
 
 
 class Fidelity(Perplexity):

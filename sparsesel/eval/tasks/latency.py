@@ -5,25 +5,29 @@ the time of a selector that reuses is how often it cannot; that is set, from oth
 """
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from sparsesel.config import AnyConfig, LayeredConfig, SelectorConfig, TaskConfig
+from sparsesel.config import AnyConfig, LayeredConfig, SelectorConfig, TaskConfig, absolute_path
 from sparsesel.errors import InputError
 from sparsesel.eval.cost import bandwidth_of
 from sparsesel.eval.figures import Bars, Curves, Figure, Series
 from sparsesel.eval.paths import Geometry, PathMix, configs_by_layer, step_bytes
 from sparsesel.eval.report import Line, Row, measured_on, reference_of, rows_by_context
-from sparsesel.eval.results import check_folder, read_results
+from sparsesel.eval.results import scan_results
 from sparsesel.eval.tables import Column, Section, Table
 from sparsesel.eval.task import Bench, Case, Metrics, Setting, Task
 
 _PAPER = "0.875/0.119/0.006"
 _COUNTING = ("perplexity", "fidelity", "sensitivity", "ablation")  # tasks whose paths are those of a text
+_SHARES = ("exact_share", "reuse_share", "refresh_share", "miss_share")
 _LEAST_PROMPT = 40
+_WIDEST = 65_536  # heads of a layer, or channels of a head
 _PARTS = 7  # of a bar, beside the last
 _UNTIMED = 6  # steps beside those of the field
 
@@ -32,16 +36,21 @@ class LatencyConfig(TaskConfig):
     """What is timed, and how often."""
 
     heads: int | None = Field(
-        default=None, ge=1, description="Query heads of a layer.", json_schema_extra={"default": "the model's"}
+        default=None,
+        ge=1,
+        le=_WIDEST,
+        description="Query heads of a layer.",
+        json_schema_extra={"default": "the model's"},
     )
     kv_heads: int | None = Field(
         default=None,
         ge=1,
+        le=_WIDEST,
         description="Key-value heads of a layer, a divisor of its query heads.",
         json_schema_extra={"default": "the model's"},
     )
     head_dim: int | None = Field(
-        default=None, ge=2, description="Channels of a head.", json_schema_extra={"default": "the model's"}
+        default=None, ge=2, le=_WIDEST, description="Channels of a head.", json_schema_extra={"default": "the model's"}
     )
     layers: int | None = Field(
         default=None,
@@ -60,8 +69,10 @@ class LatencyConfig(TaskConfig):
         description="Shares of reuse, fallback and refresh, as numbers (the paper's at 16K by default), or a folder of "
         "results of perplexity or fidelity with the same selectors, of which each gets its own.",
     )
-    steps: int = Field(default=16, ge=1, description="Steps timed, each of them with new queries and one more key.")
-    repeats: int = Field(default=5, ge=1, description="Times that every step is timed; its median counts.")
+    steps: int = Field(
+        default=16, ge=1, le=100_000, description="Steps timed, each of them with new queries and one more key."
+    )
+    repeats: int = Field(default=5, ge=1, le=10_000, description="Times that every step is timed; its median counts.")
     similarity: float = Field(
         default=0.97, ge=0, le=1, description="Cosine of a query to the earlier ones that it is like."
     )
@@ -80,8 +91,7 @@ class LatencyConfig(TaskConfig):
     @field_validator("path_mix")
     @classmethod
     def _mix_adds_up(cls, value: str) -> str:
-        PathMix.parse(value)
-        return value
+        return value if PathMix.parse(value) is not None else absolute_path(value)
 
 
 class Latency(Task[LatencyConfig]):
@@ -116,6 +126,8 @@ class Latency(Task[LatencyConfig]):
         own = self.config.model_dump(mode="json", exclude={"levels"})
         return {
             **own,
+            # Of a folder what it says, wherever it is.
+            "path_mix": self.config.path_mix if self._mix is not None else f"results sha256:{_sha256(self._counted)}",
             "heads": geometry.heads,
             "kv_heads": geometry.kv_heads,
             "head_dim": geometry.head_dim,
@@ -153,7 +165,8 @@ class Latency(Task[LatencyConfig]):
 
     def prepare(self, setting: Setting, context: int, document: int) -> Case:
         """No prompt: everything is random."""
-        return Case(tokens=(), prefill=0, steps=self.steps(context, document), details={"context": context})
+        details = {"context": context, **({} if self._mix is not None else {"path_mix_folder": self.config.path_mix})}
+        return Case(tokens=(), prefill=0, steps=self.steps(context, document), details=details)
 
     def measure(self, bench: Bench, case: Case, specs: Sequence[str]) -> Iterator[tuple[str, Metrics]]:
         """Time all selectors in turn, then say of each what was found.
@@ -281,10 +294,9 @@ class Latency(Task[LatencyConfig]):
             )
         nearest = min(abs(line["context"] - context) for line in same)
         here = [line["metrics"] for line in same if abs(line["context"] - context) == nearest]
-        names = ("exact_share", "reuse_share", "refresh_share", "miss_share")
         means = {
             name: sum(known) / len(known)
-            for name in names
+            for name in _SHARES
             if (known := [one[name] for one in here if one.get(name) is not None])
         }
         return PathMix.counted(means)
@@ -296,20 +308,31 @@ def _counted(folder: str) -> list[Line]:
     Raises:
         InputError: There is no such folder, or there are none in it.
     """
-    path = Path(folder)
+    problem = ""
     lines: list[Line] = []
-    if path.is_dir():
-        check_folder(path)
-        if (path / "results.jsonl").is_file():
-            lines = [line for line in read_results(path) if line["task"] in _COUNTING]
-    if not lines:
+    try:
+        numbered, problems = scan_results(Path(folder))
+        lines = [line for _, line in numbered if line["task"] in _COUNTING]
+        problem = " ".join(problems) or ("" if lines else "no such results")
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
         raise InputError(
             "path_mix",
             expected="a folder with results of perplexity or fidelity, or numbers such as " + _PAPER,
-            got=folder,
+            got=f"{folder}: {problem}",
             remedy="Name the folder that such a run wrote to, or give shares of reuse, fallback and refresh.",
         )
     return lines
+
+
+def _sha256(lines: Iterable[Line]) -> str:
+    """Of what results say of paths, in whatever order they stand."""
+    said = [
+        json.dumps([line["config"], line["context"], [line["metrics"].get(name) for name in _SHARES]], sort_keys=True)
+        for line in lines
+    ]
+    return hashlib.sha256("\n".join(sorted(said)).encode()).hexdigest()
 
 
 def _configs(config: AnyConfig) -> list[SelectorConfig]:

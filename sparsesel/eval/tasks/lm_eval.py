@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import Field
 
-from sparsesel.config import TaskConfig
+from sparsesel.config import MAX_COUNT, PathText, TaskConfig
 from sparsesel.errors import InputError
 from sparsesel.eval.answers import encode
 from sparsesel.eval.report import Line, Row, about, ordered, work_columns, work_note
@@ -41,21 +41,22 @@ class LmEvalConfig(TaskConfig):
         description="Names of the harness's generation tasks: gsm8k, for example.",
         json_schema_extra={"default": "none, at least one has to be named"},
     )
-    include_path: str | None = Field(
+    include_path: PathText | None = Field(
         default=None,
-        min_length=1,
         description="A folder with more tasks: the harness's YAML files.",
         json_schema_extra={"default": "none"},
     )
     limit: int | None = Field(
         default=None,
         ge=1,
+        le=MAX_COUNT,
         description="Questions of each task, from the first.",
         json_schema_extra={"default": "all"},
     )
     num_fewshot: int | None = Field(
         default=None,
         ge=0,
+        le=10_000,
         description="Examples before each question.",
         json_schema_extra={"default": "what the task says"},
     )

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, field_validator
 
-from sparsesel.config import TaskConfig, read_text
+from sparsesel.config import MAX_COUNT, PathText, TaskConfig, read_text
 from sparsesel.errors import InputError
 from sparsesel.eval.answers import answer, chat_frame, encode, score_tables
 from sparsesel.eval.report import Line, about, rows_by_context, work_note
@@ -38,15 +38,15 @@ class LongBenchConfig(TaskConfig):
     subsets: tuple[Subset, ...] = Field(
         default=SUBSETS, strict=False, min_length=1, description="2wikimqa, hotpotqa and multifieldqa_en, or some."
     )
-    folder: str | None = Field(
+    folder: PathText | None = Field(
         default=None,
-        min_length=1,
         description="Where the published files are: 2wikimqa.jsonl and so on.",
         json_schema_extra={"default": "none: downloaded, with --online"},
     )
     questions: int | None = Field(
         default=None,
         ge=1,
+        le=MAX_COUNT,
         description="Questions of each subset, from the first.",
         json_schema_extra={"default": "all"},
     )
@@ -301,7 +301,7 @@ def _load(folder: str | None, subset: Subset, *, online: bool) -> Data:
     """
     if folder is None:
         return _download(subset, online=online)
-    path = Path(folder).expanduser() / f"{subset}.jsonl"
+    path = Path(folder) / f"{subset}.jsonl"
     if not path.is_file():
         raise InputError(
             "folder",
@@ -347,7 +347,7 @@ def _download(subset: Subset, *, online: bool) -> Data:
 def _parse(line: str, path: Path, number: int) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(
             "folder",
             expected="one JSON object in each line",
@@ -360,24 +360,31 @@ def _question(record: Any, where: str) -> Question:
     """A question of the published form (`input`), or of the Hub's copy that the harness uses (`question`)."""
     fields = record if isinstance(record, dict) else {}
     question, answers = fields.get("question", fields.get("input")), fields.get("answers")
+    identity = str(fields.get("_id", ""))
     wrong = [
         name
         for name, fits in (
-            ("context", isinstance(fields.get("context"), str)),
-            ("input", isinstance(question, str)),
-            ("answers", isinstance(answers, list) and answers and all(isinstance(one, str) for one in answers)),
+            ("context", _is_text(fields.get("context"))),
+            ("input", _is_text(question)),
+            ("answers", isinstance(answers, list) and answers and all(map(_is_text, answers))),
+            ("_id", _is_text(identity)),
         )
         if not fits
     ]
     if wrong:
         raise InputError(
             "folder",
-            expected="an object with the texts context and input and a list of texts answers",
+            expected="an object with the texts context, input and, if it is there, _id, and a list of texts answers",
             got=f"{where}: {', '.join(wrong)} missing or of another kind",
             remedy="Take the published file.",
         )
     context = fields["context"].replace(_MARK, "")
-    return Question(context, str(question), tuple(answers or ()), str(fields.get("_id", "")))
+    return Question(context, str(question), tuple(answers or ()), identity)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is a text that can be tokenised: JSON may hold halves of characters."""
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _prompt(tokenizer: Any, rules: Harness, question: Question, size: int) -> tuple[tuple[int, ...], int]:

@@ -1,7 +1,9 @@
 """Needles in a haystack: numbers hidden in a long text, asked for at its end, found by greedy decoding.
 
 The parameters are RULER's (arXiv 2404.06654): 7-digit values, depths spread evenly over 40 points, prompt and answer
-together exactly as long as the context, the share of values that the answer names. The wording is our own.
+together exactly as long as the context, the share of values that the answer names. The wording is our own, made for
+small models: a needle's name stands right before its number, and the answer begins as a needle does, so that copying is
+enough. Where one name has several numbers, each needle says which of them it is, in the order of the text.
 
 The prompt is prefilled densely up to its last token; from there on every token is decoded through the selector.
 """
@@ -37,38 +39,16 @@ _SEVERAL = 4  # keys of multikey, values of multivalue
 _AROUND = 12
 _SHIFTS = 50
 
+# One line. Sentences of many kinds: a shorter noise has so many copies of each that a small budget is spent on them.
 _NOISE = (
     "The kettle is warm. The road bends to the east. A cart waits by the gate. Rain is on its way. The shutters are "
-    "closed, and the lamps are lit. Someone will sweep the yard tomorrow.\n"
+    "closed, and the lamps are lit. Someone will sweep the yard tomorrow. Bread is baked in the morning. Two boats lie "
+    "on the shore. The old dog sleeps under the table. Snow fell on the hills last night. Children play behind the "
+    "mill. The bell rings at six. Wool is sold in the next village. Nobody has seen the river so high. The garden "
+    "needs water. A letter came from the city. The baker sings while he works. Birds gather on the roof.\n"
 )
 # Common words, each of one token in most vocabularies: names that a small model can tell apart.
-_FIRST = [
-    "red",
-    "blue",
-    "green",
-    "yellow",
-    "purple",
-    "orange",
-    "black",
-    "white",
-    "pink",
-    "brown",
-    "wooden",
-    "plastic",
-    "glass",
-    "stone",
-    "iron",
-    "cotton",
-    "silk",
-    "paper",
-    "leather",
-    "marble",
-    "frozen",
-    "painted",
-    "silver",
-    "golden",
-]
-_SECOND = [
+_NAMES = [
     "guitar",
     "piano",
     "violin",
@@ -104,17 +84,23 @@ _SECOND = [
 ]
 
 _INTRO = "Some locker codes are hidden in the following text. Keep them in mind; they will be asked for.\n\n"
-_NEEDLE = "The locker code of the {key} is {value}."
-# How the answer begins is given: what is measured is finding numbers, not following instructions. Several are listed in
-# the form in which a small model names most of them: sentences after noise, which comes in lines, numbers after prose.
+# On a line of its own, without a full stop, as items of the answer stand: with one, a small model that attends to few
+# keys is apt to write it a digit early.
+_NEEDLE = "Locker code: {key} #{value}"
+# Of several values of one key, each has an ordinal, in the order in which they stand in the text.
+_ORDINALS = ("first", "second", "third", "fourth")
+# How the answer begins is given: what is measured is finding numbers, not following instructions. In a fenced list, a
+# small model goes on to the next item rather than to remarks on the one before.
 _QUESTIONS = {
-    "one": ("\n\nWhat is the locker code of the {key}?", "The locker code of the {key} is"),
+    "one": (
+        "\n\nWhat is the locker code of the {key}?",
+        "The text names one locker code of the {key}:\n\n```\n1. Locker code: {key} #",
+    ),
     "all": (
-        "\n\nWhat are all {count} locker codes of the {key} that the text names?",
-        "The text names {count} locker codes of the {key}:\n\n1.",
+        "\n\nWhat are all four locker codes of the {key} that the text names?",
+        "The text names four locker codes of the {key}:\n\n```\n1. Locker code: {key} first #",
     ),
 }
-_AFTER_LINES = " The locker code of the {key} is"
 _MARK = "\ue000"  # stands for the haystack while a chat template is filled; no text has it
 
 
@@ -277,10 +263,10 @@ class Niah(Task[NiahConfig]):
 
     def _least(self, setting: Setting, variant: Variant) -> int:
         """The smallest context that holds a variant's needles, whichever they are."""
-        frame = _frame(setting.tokenizer, hide(variant, 0, ""), lines=True)
-        longest = max(len(encode(setting.tokenizer, " " + word)) for word in (*_FIRST, *_SECOND))
         hidden = hide(variant, 0, "")
-        spare = (len(hidden.needles) + 2) * 2 * longest  # other words may take more tokens than those of trial 0
+        frame = _frame(setting.tokenizer, hidden)
+        longest = max(len(encode(setting.tokenizer, " " + name)) for name in _NAMES)
+        spare = (len(hidden.needles) + 3) * longest  # other names may take more tokens than those of trial 0
         return len(_tokens(setting.tokenizer, frame, hidden, "")) + spare + self.config.max_new_tokens[variant]
 
 
@@ -293,20 +279,19 @@ def depth_of(trial: int) -> int:
 def hide(variant: Variant, trial: int, seed: str) -> Needles:
     """The needles of a trial, the same whenever they are asked for."""
     generator = random.Random(f"{seed} {variant} {trial}")
-    keys = [
-        f"{first} {second}"
-        for first, second in zip(generator.sample(_FIRST, _SEVERAL), generator.sample(_SECOND, _SEVERAL), strict=True)
-    ]
+    keys = generator.sample(_NAMES, _SEVERAL)
     values = [str(value) for value in generator.sample(range(10**6, 10**7), _SEVERAL)]
     depth = depth_of(trial)
+    depths = [depth, *generator.sample([other for other in range(DEPTHS) if other != depth], _SEVERAL - 1)]
     if variant == "single":
-        chosen = [(depth, keys[0], values[0])]
+        named, depths = keys[:1], depths[:1]
+    elif variant == "multikey":
+        named = keys
     else:
-        others = generator.sample([other for other in range(DEPTHS) if other != depth], _SEVERAL - 1)
-        named = keys if variant == "multikey" else [keys[0]] * _SEVERAL
-        chosen = list(zip([depth, *others], named, values, strict=True))
+        named, depths = [f"{keys[0]} {ordinal}" for ordinal in _ORDINALS], sorted(depths)
+    sentences = [_NEEDLE.format(key=name, value=value) for name, value in zip(named, values, strict=False)]
     return Needles(
-        needles=tuple(sorted((depth, _NEEDLE.format(key=key, value=value)) for depth, key, value in chosen)),
+        needles=tuple(sorted(zip(depths, sentences, strict=True))),
         key=keys[0],
         values=tuple(values if variant == "multivalue" else values[:1]),
         depth=depth,
@@ -332,7 +317,7 @@ def fill(tokenizer: Any, hidden: Needles, straw: str, offset: float, size: int) 
     Raises:
         InputError: No length of the haystack gives exactly that many.
     """
-    frame = _frame(tokenizer, hidden, lines="\n" in straw)
+    frame = _frame(tokenizer, hidden)
     begin = _after_sentence(straw, round(offset * len(straw)))
     straw = straw[begin:] + straw[:begin]
 
@@ -368,13 +353,9 @@ def _straw(setting: Setting, haystack: Haystack, trial: int) -> tuple[str, str]:
     return " ".join(text.content.replace(_MARK, "").split()) + " ", text.name
 
 
-def _frame(tokenizer: Any, hidden: Needles, *, lines: bool) -> tuple[str, str, bool]:
+def _frame(tokenizer: Any, hidden: Needles) -> tuple[str, str, bool]:
     """What comes before and after the haystack, and whether that holds the special tokens already."""
-    question, begun = _QUESTIONS["one" if len(hidden.values) == 1 else "all"]
-    if lines and len(hidden.values) > 1:
-        begun += _AFTER_LINES
-    count = {1: "one", 4: "four"}[len(hidden.values)]
-    question, begun = (part.format(key=hidden.key, count=count) for part in (question, begun))
+    question, begun = (part.format(key=hidden.key) for part in _QUESTIONS["one" if len(hidden.values) == 1 else "all"])
     return chat_frame(tokenizer, _INTRO, _MARK, question, begun)
 
 
@@ -388,8 +369,8 @@ def _tokens(tokenizer: Any, frame: tuple[str, str, bool], hidden: Needles, hayst
         parts += [haystack[begin:end].rstrip(), sentence]
         begin = end
     parts.append(haystack[begin:].rstrip())
-    between = "\n" if "\n" in haystack else " "  # noise comes in lines, prose does not
-    return tuple(encode(tokenizer, before + between.join(part for part in parts if part) + after, special=not special))
+    text = before + "\n".join(part for part in parts if part) + after
+    return tuple(encode(tokenizer, text, special=not special))
 
 
 def _after_sentence(text: str, position: int) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from sparsesel.config import TaskConfig
+from sparsesel.config import MAX_COUNT, TaskConfig
 from sparsesel.errors import InputError
 from sparsesel.eval.report import (
     Line,
@@ -40,10 +40,11 @@ _LARGEST_NLL = math.log(sys.float_info.max)  # per token; a perplexity beyond is
 class PerplexityConfig(TaskConfig):
     """What is scored of how many documents."""
 
-    suffix: int = Field(default=512, ge=1, description="Tokens scored at the end of each document.")
+    suffix: int = Field(default=512, ge=1, le=MAX_COUNT, description="Tokens scored at the end of each document.")
     documents: int | None = Field(
         default=None,
         ge=1,
+        le=MAX_COUNT,
         description="Documents, taken from the texts in turn.",
         json_schema_extra={"default": "one of each text"},
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from sparsesel.config import AnyConfig
+from sparsesel.config import MAX_COUNT, AnyConfig
 from sparsesel.errors import InputError
 from sparsesel.eval.binning import bin_means, bin_names, bin_sums, middles, pooled
 from sparsesel.eval.figures import Curves, Figure, HeatMap, Series
@@ -37,10 +37,11 @@ _MAP_RECALL = 4  # R of the map, ReTopK's
 class ReuseStudyConfig(PerplexityConfig):
     """Which queries are compared, and what a support is."""
 
-    topk: int = Field(default=128, ge=1, description="K: keys in a support.")
+    topk: int = Field(default=128, ge=1, le=MAX_COUNT, description="K: keys in a support.")
     cache_size: int = Field(
         default=32,
         ge=MAX_RECALL,
+        le=MAX_COUNT,
         description="C: a step's predecessors are those at most so many steps before it.",
     )
 

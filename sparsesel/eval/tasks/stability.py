@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from sparsesel.config import AnyConfig, LayeredConfig, TaskConfig, unknown_name
+from sparsesel.config import MAX_COUNT, AnyConfig, LayeredConfig, TaskConfig, unknown_name
 from sparsesel.errors import InputError
 from sparsesel.eval.figures import Curves, Series
 from sparsesel.eval.report import Line, Row, about, budget_of, reference_of, rows_by_context, work_columns, work_note
@@ -35,14 +35,19 @@ _LARGEST_NLL = math.log(sys.float_info.max)  # per token; a perplexity beyond is
 class StabilityConfig(TaskConfig):
     """How long to decode, and which field to vary."""
 
-    steps: int = Field(default=1024, ge=2, description="Tokens decoded at the end of each context, twice.")
+    steps: int = Field(
+        default=1024, ge=2, le=MAX_COUNT, description="Tokens decoded at the end of each context, twice."
+    )
     documents: int | None = Field(
         default=None,
         ge=1,
+        le=MAX_COUNT,
         description="Documents, taken from the texts in turn.",
         json_schema_extra={"default": "one of each text"},
     )
-    bin_size: int = Field(default=64, ge=1, description="Decode steps whose mean is one place of a curve.")
+    bin_size: int = Field(
+        default=64, ge=1, le=MAX_COUNT, description="Decode steps whose mean is one place of a curve."
+    )
     field: str = Field(
         default="refresh_interval", description="Field to vary in every selector that has it; empty: none."
     )
@@ -118,7 +123,12 @@ class Stability(Task[StabilityConfig]):
             metrics = teacher_forced(prefill, spec, rest, self.config.bin_size)
             if (shadow := shadows[spec]) is not None:
                 metrics |= autoregressive(prefill, spec, shadow, rest[0], len(rest) - 1, self.config.bin_size)
-            yield spec, {**metrics, "bin_size": self.config.bin_size, "shadow": shadow}
+            yield spec, {**metrics, "bin_size": self.config.bin_size, "shadow": shadow, "field": self.config.field}
+
+    @classmethod
+    def varies_budgets_in(cls, lines: Sequence[Line]) -> bool:
+        """Whether the field that was varied is the budget."""
+        return all(line["metrics"].get("field") == "topk" for line in lines)
 
     @classmethod
     def report(cls, lines: Sequence[Line]) -> list[Section]:
