@@ -214,6 +214,7 @@ class StepCost:
         flops: Floating-point operations.
         state_bytes: Bytes of state kept beside the KV cache.
         attended: Keys attended per query head.
+        assumes: Of a selector that has several kinds of steps, which one this is, for people.
     """
 
     key_bytes: float
@@ -223,6 +224,7 @@ class StepCost:
     flops: float
     state_bytes: float
     attended: float
+    assumes: str = ""
 
     @property
     def bytes_read(self) -> float:
@@ -271,7 +273,7 @@ class Selector(Protocol):
         ...
 
     def cost(self, layer: LayerSpec, length: int) -> StepCost:
-        """What one decode step at `length` visible keys costs by design, on the selector's usual path.
+        """What one decode step at `length` visible keys costs by design; of several kinds, the one that it names.
 
         Raises:
             InputError: A layer that it cannot serve.

@@ -125,6 +125,7 @@ class ReTopKSelector:
             flops=2 * heads * (config.cache_size + candidates + topk) * layer.head_dim,
             state_bytes=heads * slots * entry + layer.batch_size * (slots * stamp + 8),
             attended=topk,
+            assumes="every head reuses, with as many candidates as there can be; an exact head scores every key",
         )
 
     def _step(self, query: Tensor, kv: KVView, state: ReTopKState, *, scale: float) -> tuple[Support, Ranked]:

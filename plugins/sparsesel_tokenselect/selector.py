@@ -121,6 +121,7 @@ class TokenSelectSelector:
             flops=2 * heads * (1 + 2 * topk) * layer.head_dim,
             state_bytes=layer.batch_size * STEPS * (slot + 4 * selection_width(selected)),
             attended=topk,
+            assumes="a hit: the query is like the one that made the last selection; a miss scores every key",
         )
 
     def _select(self, query: Tensor, kv: KVView, parts: Parts, *, scale: float) -> Int[Tensor, "B K"]:

@@ -76,8 +76,11 @@ def cost(
             style="italic",
             soft_wrap=True,
         )
-        out.print(_table(here))
+        out.print(_reads(here))
+        out.print(_costs(here))
         for row in here:
+            if row.assumes:
+                out.print(safe(f"{row.selector}: {row.assumes}."), soft_wrap=True)
             if row.dense_layers:
                 out.print(safe(f"{row.selector}: {row.dense_layers} of {layers} layers are dense."), soft_wrap=True)
         out.print()
@@ -88,22 +91,36 @@ def cost(
     )
 
 
-def _table(rows: "Sequence[CostRow]") -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("selector", overflow="fold", min_width=14)
-    headings = "attended keys values meta-\ndata scores read GFLOP extra\nstate ms over\nfull over\nexact"
-    for heading in headings.split(" "):
-        table.add_column(heading, justify="right", no_wrap=True)
+def _reads(rows: "Sequence[CostRow]") -> Table:
+    """What is read, in MB."""
+    table = _table("reads keys values metadata scores all")
     for row in rows:
-        megabytes = (row.key_bytes, row.value_bytes, row.metadata_bytes, row.score_bytes, row.bytes_read)
+        parts = (row.key_bytes, row.value_bytes, row.metadata_bytes, row.score_bytes, row.bytes_read)
+        table.add_row(Text(safe(row.selector)), *(f"{value / 1e6:.1f}" for value in parts))
+    return table
+
+
+def _costs(rows: "Sequence[CostRow]") -> Table:
+    """What that comes to."""
+    table = _table("comes~to attended GFLOP state ms over~full over~exact")
+    for row in rows:
         table.add_row(
             Text(safe(row.selector)),
             f"{row.attended:.0f}",
-            *(f"{value / 1e6:.1f}" for value in megabytes),
             f"{row.flops / 1e9:.2f}",
             f"{row.state_bytes / 1e6:.1f}",
             f"{row.milliseconds:.3f}",
             f"{row.speedup_full:.2f}×",
             f"{row.speedup_exact:.2f}×",
         )
+    return table
+
+
+def _table(headings: str) -> Table:
+    """Two tables, as all columns in one would not fit into a terminal."""
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    first, *others = (heading.replace("~", " ") for heading in headings.split(" "))
+    table.add_column(first, overflow="fold", min_width=14)
+    for heading in others:
+        table.add_column(heading, justify="right", no_wrap=True)
     return table

@@ -115,6 +115,7 @@ class CostRow:
         milliseconds: `bytes_read` at the bandwidth.
         speedup_full: Bytes that `full` reads over these.
         speedup_exact: Bytes that `exact_topk` reads, at the same budget in each layer, over these.
+        assumes: What kind of step it is, where the selector has several; see `StepCost`.
     """
 
     selector: str
@@ -131,6 +132,7 @@ class CostRow:
     milliseconds: float
     speedup_full: float
     speedup_exact: float
+    assumes: str
 
 
 def cost_rows(config: CostConfig, selectors: Mapping[str, AnyConfig]) -> list[CostRow]:
@@ -171,10 +173,10 @@ def cost_rows(config: CostConfig, selectors: Mapping[str, AnyConfig]) -> list[Co
 def model_cost(model: Any, config: AnyConfig, context: int, metrics: Mapping[str, Any]) -> dict[str, float]:
     """The cost of one decode step in a loaded model, over the layers that a selector may serve; nothing is run.
 
-    What is written beside each result: `attended`, `bytes_read` and `state_bytes` as in `CostRow`, of the selector's
-    usual path; `step_bytes`, read with the paths and candidates that were counted; `full_bytes` and `exact_bytes`,
-    what dense attention and exact Top-K at the same budget read; how many `layers` there are, and how many
-    `dense_layers` among them attend to everything.
+    What is written beside each result: `attended`, `bytes_read` and `state_bytes` as in `CostRow`, of the step that
+    `StepCost.assumes` names; `step_bytes`, read with the paths and candidates that were counted; `full_bytes` and
+    `exact_bytes`, what dense attention and exact Top-K at the same budget read; how many `layers` there are, and how
+    many `dense_layers` among them attend to everything.
 
     Args:
         model: A Hugging Face model.
@@ -218,10 +220,11 @@ def _exact_like(config: SelectorConfig) -> "Selector":
 def _total(selectors: "Sequence[Selector]", layers: "Sequence[LayerSpec]", context: int) -> dict[str, Any]:
     """Costs summed over layers; `attended` is a mean."""
     costs = [selector.cost(layer, context) for selector, layer in zip(selectors, layers, strict=True)]
-    total = {
-        field.name: math.fsum(getattr(cost, field.name) for cost in costs) for field in dataclasses.fields(costs[0])
-    }
+    parts = [dataclasses.asdict(cost) for cost in costs]
+    assumed = dict.fromkeys(part.pop("assumes") for part in parts)
+    total: dict[str, Any] = {name: math.fsum(part[name] for part in parts) for name in parts[0]}
     total["attended"] /= len(costs)
+    total["assumes"] = "; ".join(filter(None, assumed))
     dense = sum(cost.attended >= context for cost in costs)
     return {
         **total,

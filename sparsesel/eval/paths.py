@@ -1,6 +1,6 @@
 """What a step reads by design when its heads take different paths: some choose among few keys, some scan all.
 
-A selector's own `cost` is that of its usual path. How often the other one was taken, and how many candidates there
+A selector's own `cost` is that of one kind of step. How often the other one was taken, and how many candidates there
 were, a run has counted; here both are put together. Nothing is run.
 """
 

@@ -251,7 +251,8 @@ class SelectorConformance:
     def test_cost_makes_sense(self, subject: Subject, length: int) -> None:
         """A step's cost is finite, not negative, and attends to no more than there is and the budget allows."""
         cost = subject.make().cost(self.stream(0, length=1).layer_spec(), length)
-        for field, value in dataclasses.asdict(cost).items():
+        numbers = {field: value for field, value in dataclasses.asdict(cost).items() if field != "assumes"}
+        for field, value in numbers.items():
             require(math.isfinite(value) and value >= 0, f"{field} is {value}")
         require(cost.bytes_read > 0, "a step that reads nothing")
         budget = subject.budget(length)

@@ -116,10 +116,31 @@ def test_the_table_says_what_was_modelled(run):
     assert result.exit_code == 0
     for part in ("context 1024", "context 2048", "8 query heads over 2 KV heads of 64, bfloat16", "4800 GB/s"):
         assert part in result.stdout
-    assert [line.split()[0] for line in result.stdout.splitlines() if line.startswith(("full", "retopk"))] == [
-        "full",
-        "retopk,topk=64",
-    ] * 2
+    named = [line.split()[0] for line in result.stdout.splitlines() if line.startswith(("full", "retopk"))]
+    assert named == (["full", "retopk,topk=64"] * 2 + ["retopk,topk=64:"]) * 2  # two tables and a note, twice
+
+
+@pytest.mark.parametrize("columns", ["80", "160"])
+def test_no_column_is_cut_off(run, monkeypatch, columns):
+    """At a million tokens, whose numbers are as long as they get."""
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = run(heads=32, kv_heads=8, head_dim=128, layers=32, context=1 << 20).stdout.splitlines()
+    for heading in ("reads keys values metadata scores all", "comes to attended GFLOP state ms over full over exact"):
+        (at,) = (i for i, line in enumerate(lines) if line.split() == heading.split())
+        rows = {line.split()[0]: line.split()[1:] for line in lines[at + 2 : at + 2 + len(registry().selectors)]}
+        assert {name.partition(":")[0] for name in rows} == set(registry().selectors)
+        assert {len(row) for row in rows.values()} == {
+            len(heading.replace("over ", "").replace("comes to", "").split()) - ("reads" in heading)
+        }
+
+
+def test_what_kind_of_step_it_is_is_told(run, rows):
+    text = run("--selector", "tokenselect").stdout
+    assert "tokenselect: a hit" in text
+    assert "a miss scores every key" in text
+    found = rows("--selector", "retopk", "--selector", "full")
+    assert "every head reuses" in found["retopk", 1024]["assumes"]
+    assert found["full", 1024]["assumes"] == ""
 
 
 @pytest.mark.parametrize(
