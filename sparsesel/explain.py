@@ -22,26 +22,40 @@ SHORTEST = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
-    """The kernels of one layer, by phase of a generation.
+class Work:
+    """What a phase takes beside its kernels.
 
     Attributes:
-        prefill: Of a prompt.
-        first: Of the first decode step, which may have to catch up on the prompt.
-        step: Of any later one.
+        torch_ops: PyTorch operations that do more than allocate or view, each a launch of its own.
+        workspace: Bytes that are allocated, outputs among them; all of them, though some are free again before others
+            are needed. Room that is made in the state is not among them, nor is what allocators round up to.
+    """
+
+    torch_ops: int
+    workspace: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What one layer takes, by phase of a generation: its kernels and the work beside them.
+
+    Attributes:
+        prefill: Kernels of a prompt.
+        first: Those of the first decode step, which may have to catch up on the prompt.
+        step: Those of any later one.
+        prefill_work: Beside the kernels of a prompt.
+        first_work: Beside those of the first decode step.
+        step_work: Beside those of a later one.
         state: The selector's state after it, on the device "meta".
-        workspace: Bytes that the last step allocates, its output among them; all of them, though some are free again
-            before others are needed. Room that it makes in the state is not among them, nor is what allocators round
-            up to.
-        torch_ops: PyTorch operations of the last step that do more than allocate or view, each a launch of its own.
     """
 
     prefill: "list[Launch]"
     first: "list[Launch]"
     step: "list[Launch]"
+    prefill_work: Work
+    first_work: Work
+    step_work: Work
     state: Any
-    workspace: int
-    torch_ops: int
 
 
 def trace(
@@ -75,27 +89,26 @@ def trace(
     layer = dataclasses.replace(layer, device=meta)
     batch, heads, dim = layer.batch_size, layer.num_attention_heads, layer.head_dim
     scale = dim**-0.5
-    found = []
-    work = _Work()
+    phases = []
     with torch.no_grad(), backend.using("triton"):
         state = selector.init_state(layer)
         for tokens, visible in ((length - 2, length - 2), (1, length - 1), (1, length)):
             kv = meta_view(layer, visible, length, page_size=page_size, left_padded=left_padded)
             query = torch.empty(batch, heads, tokens, dim, dtype=layer.dtype, device=meta)
-            work = _Work()
-            with recording() as launches, work:
+            with recording() as launches, _Counter() as counter:
                 if visible == length - 2:
                     selector.observe_prefill(query, kv, state, scale=scale)
                 elif fused:
                     selector.attend(query, kv, state, scale=scale)
                 else:
                     discover_and_aggregate(selector, query, kv, state, scale=scale)
-            found.append(launches)
-    prefill, first, step = found
-    return Trace(prefill, first, step, state, work.allocated(beside=state.tensors().values()), work.operations)
+            work = Work(counter.operations, counter.allocated(beside=state.tensors().values()))
+            phases.append((launches, work))
+    (prefill, prefill_work), (first, first_work), (step, step_work) = phases
+    return Trace(prefill, first, step, prefill_work, first_work, step_work, state)
 
 
-class _Work(TorchDispatchMode):
+class _Counter(TorchDispatchMode):
     """Counts what PyTorch itself does: operations, and memory that did not exist before."""
 
     def __init__(self) -> None:
@@ -157,6 +170,7 @@ class Explanation:
     Attributes:
         backend: The backend that runs.
         why: Why that one, for people.
+        refused: Why that backend refuses such a layer, None where it serves it.
         trace: Its kernels, None where there are none to be told.
         remark: Why there are none, or what to know about them; may be empty.
         cost: What a step must read, by the selector's own account.
@@ -164,6 +178,7 @@ class Explanation:
 
     backend: Literal["triton", "eager"]
     why: str
+    refused: str | None
     trace: Trace | None
     remark: str
     cost: StepCost
@@ -201,14 +216,14 @@ def explain(
     why = _why(runs, name, device)
     cost = selector.cost(layer, length)
     if runs == "eager":
-        return Explanation(runs, why, None, "There are no kernels: every operation is PyTorch's own.", cost)
+        return Explanation(runs, why, None, None, "There are no kernels: every operation is PyTorch's own.", cost)
     try:
         found = trace(selector, layer, length, page_size=page_size)
     except InputError as error:
-        return Explanation(runs, why, None, f"It is refused: {error}", cost)
+        return Explanation(runs, f"{why}, but it refuses this layer", str(error), None, "", cost)
     except RuntimeError as error:  # NotImplementedError is one, too
-        return Explanation(runs, why, None, _cannot_be_traced(error), cost)
-    return Explanation(runs, why, found, _remark(found), cost)
+        return Explanation(runs, why, None, None, _cannot_be_traced(error), cost)
+    return Explanation(runs, why, None, found, _remark(found), cost)
 
 
 def _why(runs: str, name: str, device: torch.device) -> str:

@@ -3,13 +3,11 @@
 import dataclasses
 import importlib.util
 import itertools
+import textwrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import Field
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from sparsesel.cli.console import err, out, print_json, safe
 from sparsesel.config import AnyConfig, LayeredConfig, build, spread_layers
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
 
 _DEVICES = ("cuda", "cpu", "mps")
 _LAYERS = 10_000
+_PHASES = ("prefill", "first step", "later steps")
 _PARTS = ("key_bytes", "value_bytes", "metadata_bytes", "score_bytes")
 # Layers that are tried for one that is not dense; no method leaves as many of the first ones dense.
 _FIRST_LAYERS = 64
@@ -194,6 +193,7 @@ def _context(context: int, found: "Explanation", compiled: "dict[Any, Resources 
     """Everything about one context."""
     known = {
         "context": context,
+        "refused": found.refused,
         "remark": found.remark,
         "attended": found.cost.attended,
         "state_bytes": found.cost.state_bytes,
@@ -201,19 +201,15 @@ def _context(context: int, found: "Explanation", compiled: "dict[Any, Resources 
         **{part: getattr(found.cost, part) for part in _PARTS},
     }
     if found.trace is None:
-        return known | {
-            "state_bytes": found.cost.state_bytes,
-            "workspace_bytes": None,
-            "torch_ops": None,
-            "kernels": None,
-        }
-    phases = {"prefill": found.trace.prefill, "first step": found.trace.first, "later steps": found.trace.step}
-    kernels = {phase: [_launch(one, compiled) for one in launches] for phase, launches in phases.items()}
+        return known | {"allocated_state_bytes": None, "torch_ops": None, "workspace_bytes": None, "kernels": None}
+    took = found.trace
+    launches = dict(zip(_PHASES, (took.prefill, took.first, took.step), strict=True))
+    work = dict(zip(_PHASES, (took.prefill_work, took.first_work, took.step_work), strict=True))
     return known | {
-        "allocated_state_bytes": found.trace.state.nbytes(),
-        "workspace_bytes": found.trace.workspace,
-        "torch_ops": found.trace.torch_ops,
-        "kernels": kernels,
+        "allocated_state_bytes": took.state.nbytes(),
+        "torch_ops": {phase: one.torch_ops for phase, one in work.items()},
+        "workspace_bytes": {phase: one.workspace for phase, one in work.items()},
+        "kernels": {phase: [_launch(one, compiled) for one in found] for phase, found in launches.items()},
     }
 
 
@@ -240,55 +236,92 @@ def _print(report: dict[str, Any]) -> None:
         style="bold",
         soft_wrap=True,
     )
+    for refused, contexts in _refusals(report["contexts"]):
+        at = "" if len(contexts) == len(report["contexts"]) else f" at {', '.join(str(one) for one in contexts)} keys"
+        out.print(f"refused{at}: {safe(refused)}", style="bold red", soft_wrap=True)
     out.print(f"backend {report['backend']}: {safe(report['why'])}", soft_wrap=True)
     for one in report["contexts"]:
         out.print(f"\nContext {one['context']}", style="bold underline")
         parts = ", ".join(f"{part.removesuffix('_bytes')} {_size(one[part])}" for part in _PARTS)
-        out.print(f"reads      {_size(one['bytes_read'])} a step by design: {parts}", soft_wrap=True)
-        out.print(f"attends    {one['attended']:.0f} keys per query head", soft_wrap=True)
-        state = f"{_size(one['state_bytes'])} beside the cache by design"
-        if one["kernels"] is None:
-            out.print(f"state      {state}", soft_wrap=True)
-        else:
-            out.print(f"state      {state}, {_size(one['allocated_state_bytes'])} allocated", soft_wrap=True)
-            ops = f"{one['torch_ops']} PyTorch operations beside the kernels"
-            out.print(f"workspace  {_size(one['workspace_bytes'])} allocated in a step; {ops}", soft_wrap=True)
+        out.print(f"reads    {_size(one['bytes_read'])} a step by design: {parts}", soft_wrap=True)
+        out.print(f"attends  {one['attended']:.0f} keys per query head", soft_wrap=True)
+        state = f"state    {_size(one['state_bytes'])} beside the cache by design"
+        if one["kernels"] is not None:
+            state += f", {_size(one['allocated_state_bytes'])} allocated"
+        out.print(state, soft_wrap=True)
         if one["remark"]:
             out.print(safe(one["remark"]), soft_wrap=True)
         if one["kernels"] is not None:
-            out.print(_table(one["kernels"], report["target"]))
+            _print_phases(one, report["target"])
 
 
-def _table(kernels: dict[str, list[dict[str, Any]]], target: str | None) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("phase", min_width=11)
-    table.add_column("kernel", overflow="fold", min_width=14)
-    table.add_column("grid", justify="right", no_wrap=True)
-    for heading in ("warps", "stages", *(("regs", "spilled", "shared") if target else ())):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("constants", overflow="fold", min_width=12)
-    if kernels["first step"] == kernels["later steps"]:
-        kernels = {"prefill": kernels["prefill"], "every step": kernels["later steps"]}
-    for phase, launches in kernels.items():
-        rows = [(one, len(list(run))) for one, run in itertools.groupby(launches)]
-        if not rows:
-            table.add_row(phase, "none")
-        for place, (one, times) in enumerate(rows):
-            took, text = one["compiled"], ", ".join(f"{name}={value}" for name, value in one["constants"].items())
-            numbers = [one["num_warps"], one["num_stages"]]
-            if isinstance(took, dict):
-                numbers += [took["registers"], took["spilled"], took["shared"]]
-            elif took is not None:
-                numbers += ["-", "-", "-"]
-                text = took
-            table.add_row(
-                "" if place else phase,
-                one["kernel"].removesuffix("_kernel") + (f" ×{times}" if times > 1 else ""),
-                "×".join(str(extent) for extent in one["grid"]),
-                *(str(number) for number in numbers),
-                Text(safe(text)),
-            )
-    return table
+def _refusals(contexts: list[dict[str, Any]]) -> list[tuple[str, list[int]]]:
+    """Every reason for which contexts are refused, and which those are."""
+    found: dict[str, list[int]] = {}
+    for one in contexts:
+        if one["refused"] is not None:
+            found.setdefault(one["refused"], []).append(one["context"])
+    return list(found.items())
+
+
+def _print_phases(context: dict[str, Any], target: str | None) -> None:
+    """What each phase takes, and its kernels, each with its constants below it; no name or number is broken."""
+    names = ("warps", "stages", *(("regs", "spilled", "shared") if target else ()))
+    shown = None
+    for phase, kernels in context["kernels"].items():
+        is_repeated = phase == "later steps" and kernels == shown
+        what = (
+            "the same kernels" if is_repeated and kernels else _count(len(kernels), "kernel"),
+            _count(context["torch_ops"][phase], "PyTorch operation"),
+            f"{_size(context['workspace_bytes'][phase])} allocated",
+        )
+        out.print(f"\n{phase}: {', '.join(what)}", style="bold", soft_wrap=True)
+        shown = kernels
+        if is_repeated or not kernels:
+            continue
+        rows = [("kernel", "grid", *names)]
+        runs = [(one, len(list(run))) for one, run in itertools.groupby(kernels)]
+        rows += [_row(one, times, target) for one, times in runs]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row, (one, _) in zip(rows, [(None, 0), *runs], strict=True):
+            numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+            line = "  ".join([f"  {row[0]:<{widths[0]}}", *numbers])
+            out.print(safe(line), style="dim" if one is None else None, soft_wrap=True)
+            if one is not None:
+                _print_details(one)
+
+
+def _row(launch: dict[str, Any], times: int, target: str | None) -> tuple[str, ...]:
+    took = launch["compiled"]
+    numbers = [launch["num_warps"], launch["num_stages"]]
+    if target:
+        parts = ("registers", "spilled", "shared")
+        numbers += [took[part] for part in parts] if isinstance(took, dict) else ["-" for _ in parts]
+    name = launch["kernel"].removesuffix("_kernel") + (f" ×{times}" if times > 1 else "")
+    return name, "×".join(str(extent) for extent in launch["grid"]), *(str(number) for number in numbers)
+
+
+def _print_details(launch: dict[str, Any]) -> None:
+    """The constants of a launch, or why it does not compile."""
+    took = launch["compiled"]
+    text = (
+        took if isinstance(took, str) else ", ".join(f"{name}={value}" for name, value in launch["constants"].items())
+    )
+    indent = " " * 6
+    wrapped = textwrap.wrap(
+        safe(text),
+        out.width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    for line in wrapped:
+        out.print(line, style="dim", soft_wrap=True)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
 
 
 def _size(count: float) -> str:

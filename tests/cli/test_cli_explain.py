@@ -47,7 +47,10 @@ def test_kernels_of_a_device_that_is_not_there(report):
     cost = make_selector("exact_topk,topk=100").cost(LayerSpec(0, 8, 2, 64, torch.float16, torch.device("cpu")), 4096)
     assert context["bytes_read"] == cost.bytes_read
     assert context["attended"] == 100
-    assert context["workspace_bytes"] >= 8 * 4096 * 4  # scores
+    assert context["refused"] is None
+    assert list(context["kernels"]) == list(context["torch_ops"]) == list(context["workspace_bytes"])
+    assert context["workspace_bytes"]["later steps"] >= 8 * 4096 * 4  # scores
+    assert context["torch_ops"]["later steps"] == context["torch_ops"]["prefill"] == 0
     step = context["kernels"]["later steps"]
     assert [one["kernel"] for one in step][-1] == "combine_kernel"
     for one in step:
@@ -62,8 +65,29 @@ def test_text_says_the_same(run):
     assert result.exit_code == 0
     for part in ("retopk, layer 0", "8 query heads over 2 KV heads of 64", "backend triton", "Context 4096", "BLOCK_"):
         assert part in result.stdout
-    assert "first step" in result.stdout  # differs from later ones: supports of the prompt's queries are built
-    assert "every step" in run("full", device="cuda").stdout
+    # The first step differs from later ones: supports of the prompt's queries are built.
+    lines = [
+        line for line in result.stdout.splitlines() if line.startswith(("prefill: ", "first step: ", "later steps: "))
+    ]
+    assert lines[0].startswith("prefill: no kernels, ")
+    assert "no PyTorch operations" not in lines[0] + lines[1]
+    assert lines[2].startswith("later steps: 5 kernels, no PyTorch operations, ")
+    assert all(line.endswith("B allocated") for line in lines)
+    assert "later steps: the same kernels, no PyTorch operations, " in run("full", device="cuda").stdout
+
+
+@pytest.mark.parametrize("columns", [80, 30])
+def test_no_name_and_no_number_is_broken(run, report, monkeypatch, columns):
+    (context,) = report("retopk", device="cuda", heads=28, kv_heads=4, head_dim=128)["contexts"]
+    monkeypatch.setenv("COLUMNS", str(columns))
+    output = run("retopk", device="cuda", heads=28, kv_heads=4, head_dim=128).stdout
+    words = {word.rstrip(",") for word in output.split()}
+    for one in [*context["kernels"]["first step"], *context["kernels"]["later steps"]]:
+        assert one["kernel"].removesuffix("_kernel") in words
+        assert "×".join(map(str, one["grid"])) in words
+        assert {f"{name}={value}" for name, value in one["constants"].items()} <= words
+    constants = [line for line in output.splitlines() if "=" in line and "backend" not in line]
+    assert all(len(line) <= columns for line in constants)
 
 
 def test_without_a_device_the_backend_is_eager_and_says_why(run, report):
@@ -101,10 +125,14 @@ def test_contexts_pages_and_set(report):
 
 
 def test_where_no_kernel_applies_the_reason_is_told(run, report):
-    found = report("full", device="cuda", heads=40, kv_heads=2)
-    assert "at most 16 query heads" in found["contexts"][0]["remark"]
-    assert found["contexts"][0]["kernels"] is None
-    assert "at most 16 query heads" in run("full", device="cuda", heads=40, kv_heads=2).stdout
+    (context,) = report("full", device="cuda", heads=40, kv_heads=2)["contexts"]
+    assert "at most 16 query heads" in context["refused"]
+    assert context["kernels"] is context["torch_ops"] is context["workspace_bytes"] is None
+    _, second, third, *_ = run("full", device="cuda", heads=40, kv_heads=2).stdout.splitlines()
+    assert second.startswith("refused: group size: expected at most 16 query heads")
+    assert third.startswith("backend triton")
+    assert third.endswith("but it refuses this layer")
+    assert "at most 512 channels" in report("full", device="cuda", head_dim=600)["contexts"][0]["refused"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 
 from sparsesel import LayerSpec, make_selector
 from sparsesel.errors import InputError
-from sparsesel.explain import SHORTEST, explain, meta_view, trace
+from sparsesel.explain import SHORTEST, Work, explain, meta_view, trace
 from sparsesel.ops import dense_attention
 from sparsesel.registry import registry
 from sparsesel.rotary import Rotary
@@ -47,7 +47,7 @@ def test_full_is_two_kernels_and_their_scratch():
     assert combine.grid[0] == 3 * 8
     # Partial results and their log-sum-exp in float32, the output in bfloat16; beside them a few counters.
     scratch = 3 * 8 * (splits * (64 + 2) * 4 + 64 * 2)
-    assert scratch <= found.workspace <= scratch + 4096
+    assert scratch <= found.step_work.workspace <= scratch + 4096
     assert found.state.nbytes() == 0
 
 
@@ -81,9 +81,28 @@ def test_work_of_pytorch_is_counted():
         return twice.sum()
 
     found = trace(Custom(step), layer(), 10)
-    assert found.torch_ops == 3
-    assert found.workspace == 4000 + 2 * (8 * 64 - 3) + 2
+    assert found.first_work == found.step_work == Work(torch_ops=3, workspace=4000 + 2 * (8 * 64 - 3) + 2)
+    assert found.prefill_work == Work(torch_ops=0, workspace=0)
     assert found.step == []
+
+
+def test_work_is_told_of_each_phase():
+    """What catches up on the prompt is the first step's; what later steps take is theirs alone."""
+    found = trace(make_selector("retopk"), layer(), 4096)
+    assert found.prefill == []
+    assert found.prefill_work.torch_ops > 0  # queries of the prompt are kept
+    assert found.first_work.torch_ops > found.step_work.torch_ops == 0
+    assert found.first_work.workspace > 10 * found.step_work.workspace
+
+
+def test_work_of_a_prompt_is_counted():
+    class Doubling(Custom):
+        def observe_prefill(self, query, kv, state, *, scale):
+            query + query
+
+    found = trace(Doubling(lambda query, kv: query), layer(), 10)
+    assert found.prefill_work == Work(torch_ops=1, workspace=8 * 8 * 64 * 2)
+    assert found.first_work == found.step_work == Work(torch_ops=0, workspace=0)
 
 
 def test_room_made_in_the_state_is_no_workspace():
@@ -91,7 +110,7 @@ def test_room_made_in_the_state_is_no_workspace():
     found = trace(make_selector("sparq"), layer(), 131072)
     copies_of_keys = found.state.nbytes()
     assert copies_of_keys >= 2 * 131072 * 64 * 2
-    assert found.workspace < copies_of_keys
+    assert found.step_work.workspace < copies_of_keys
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -107,9 +126,13 @@ def test_every_selector_has_its_steps_told(name):
 
 def test_a_group_too_large_is_refused_with_the_reason():
     found = explain(make_selector("full"), layer(heads=17, kv_heads=1), 100)
-    assert found.trace is None
-    assert "at most 16 query heads" in found.remark
-    assert explain(make_selector("full"), layer(heads=16, kv_heads=1), 100).trace is not None
+    assert (found.trace, found.remark) == (None, "")
+    assert "at most 16 query heads" in found.refused
+    assert found.why.endswith("but it refuses this layer")
+    served = explain(make_selector("full"), layer(heads=16, kv_heads=1), 100)
+    assert served.trace is not None
+    assert served.refused is None
+    assert "refuses" not in served.why
 
 
 def test_on_a_cpu_there_are_no_kernels():

@@ -133,4 +133,4 @@ def test_a_step_waits_for_no_device_and_launches_four_kernels(monkeypatch, topk,
         names = [launch.kernel.split(":")[1] for launch in found.step]
         assert names == ["qk_scores_kernel", "topk_kernel", "softmax_values_kernel", "combine_kernel"]
         if topk == 512:  # a percentage of each length is PyTorch's to compute
-            assert found.torch_ops == 0
+            assert found.step_work.torch_ops == 0

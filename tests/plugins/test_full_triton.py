@@ -32,4 +32,4 @@ def test_two_launches_and_nothing_else(page_size):
     found = trace(make_selector("full"), layer, 131072, page_size=page_size)
     for launches in (found.first, found.step):
         assert [launch.kernel.split(":")[1] for launch in launches] == ["dense_attention_kernel", "combine_kernel"]
-    assert found.torch_ops == 0
+    assert found.step_work.torch_ops == 0

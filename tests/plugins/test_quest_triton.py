@@ -240,6 +240,6 @@ def test_a_step_waits_for_no_device(page_size, left_padded):
     assert step[:3] == ["update_bounds_kernel", "plan_pages_kernel", "page_scores_kernel"]
     assert step[-2:] == ["page_attention_kernel", "combine_kernel"]
     assert [launch.kernel for launch in found.prefill] == ["sparsesel_quest.kernels:update_bounds_kernel"]
-    assert found.torch_ops <= 1  # the new length
+    assert found.step_work.torch_ops <= 1  # the new length
     dense = trace(make_selector("quest,dense_layers=9"), META, 4099, page_size=page_size, left_padded=left_padded)
     assert [launch.kernel.split(":")[1] for launch in dense.step] == ["dense_attention_kernel", "combine_kernel"]

@@ -288,6 +288,6 @@ def test_a_step_waits_for_no_device(page_size, left_padded):
         "topk_kernel",
     ]
     assert step[-3:] == ["sparse_attention_kernel", "reallocate_kernel", "count_kernel"]
-    assert found.torch_ops <= 1  # the new length
+    assert found.step_work.torch_ops <= 1  # the new length
     bare = trace(make_selector("sparq,reallocate=false"), META, 4099, **where)
     assert [launch.kernel.split(":")[1] for launch in bare.step][-2:] == ["combine_kernel", "count_kernel"]

@@ -187,7 +187,7 @@ def test_launches_without_a_look_at_the_device(page_size, left_padded, topk):
         for launches in (found.first, found.step):
             assert [launch.kernel.split(":")[1] for launch in launches] == [*expected, "combine_kernel"]
         if topk == 512 and not left_padded:
-            assert found.torch_ops == 0
+            assert found.step_work.torch_ops == 0
 
 
 def test_no_list_of_positions_is_made():
@@ -196,4 +196,4 @@ def test_no_list_of_positions_is_made():
     found = trace(make_selector("streaming_llm"), layer, 131072)
     parts = found.step[0].grid[0]
     rows = 28 * parts * (128 + 2) * 4 + 28 * 128 * 2
-    assert found.workspace - rows <= 64  # the sequences' lengths
+    assert found.step_work.workspace - rows <= 64  # the sequences' lengths
