@@ -5,7 +5,10 @@
     python benchmarks/gpu_check.py --tiny --device cpu    # the same code in Triton's interpreter, without a GPU
 
 See README.md beside this file. Results are written as they come, to `--output`; a table is printed at the end.
-Exit code: 0 all passed, 1 a check failed, 3 none failed but time ran out before all were done, 130 interrupted.
+Sections run in the order in which `--sections` lists them below; `environment` always does, and in the end `kernels`,
+which says what all of them together launched.
+Exit code: 0 all passed, 1 a check failed, 2 it cannot run here or no check has such a name, 3 none failed but time ran
+out before all were done, 130 interrupted.
 """
 
 import argparse
@@ -28,7 +31,7 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path[:0] = [path for path in (str(ROOT / "benchmarks"), str(ROOT / "tools")) if path not in sys.path]
     try:
-        from gpu.check import Check
+        from gpu.check import Check, nothing_named, offers
     except ImportError as error:
         print(f"Something is not installed ({error}): see benchmarks/README.md", file=sys.stderr)
         return 2
@@ -38,6 +41,9 @@ def main() -> int:
         if not torch.cuda.is_available():
             print("torch sees no CUDA device; to try the script without one: --tiny --device cpu", file=sys.stderr)
             return 2
+    if not offers(options):
+        print(nothing_named(options.only), file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, _interrupt)
     return Check(options).run()
 
@@ -56,7 +62,7 @@ def parsed() -> argparse.Namespace:
     options.sections = options.sections.split(",")
     unknown = [name for name in options.sections if name not in SECTIONS]
     if unknown:
-        parser.error(f"unknown sections: {', '.join(unknown)}")
+        parser.error(f"unknown sections: {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
     if options.device == "cpu" and not options.tiny:
         parser.error("--device cpu goes with --tiny: the interpreter is a thousand times slower than a GPU")
     if options.minutes <= 0 or (options.workers is not None and options.workers < 1):

@@ -4,11 +4,13 @@ import importlib
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,7 +114,8 @@ def test_time_that_runs_out_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        (["--sections", "nope"], "unknown sections: nope"),
+        (["--sections", "nope"], "unknown sections: nope; there are environment, operations, selectors, graphs"),
+        (["--tiny", "--device", "cpu", "--only", "nosuch"], "no check's name contains 'nosuch'"),
         (["--device", "cpu"], "--tiny"),
         (["--minutes", "0"], "positive"),
     ],
@@ -121,6 +124,71 @@ def test_bad_options_are_refused(options, part):
     result = subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert part in result.stderr
+
+
+def test_where_nothing_is_named_so_nothing_has_passed(modules, tmp_path, monkeypatch, capsys):
+    """Names of tests are known to pytest alone, so that it takes a run to see that there are none."""
+    import gpu.check
+    import gpu_check
+    from gpu.conformance import _summary
+    from gpu.pool import Job
+
+    path, lines = tmp_path / "check.json", tmp_path / "lines"
+    lines.write_text('{"total": 0}\n')
+    share = SimpleNamespace(lines=lines, was_stopped=False, is_running=False)
+    monkeypatch.setattr(
+        gpu.check.conformance, "run", lambda *args, on_progress, **kwargs: on_progress(_summary([share]))
+    )
+    monkeypatch.setattr(gpu.check.plan, "selectors", lambda *args, **kwargs: [Job("quest, dense", "os:getpid")])
+    monkeypatch.setattr(gpu.check.Check, "_environment", lambda self, section: None)
+    words = ["gpu_check", "--sections", "selectors,conformance", "--only", "nosuch", "--workers", "1"]
+    monkeypatch.setattr(sys, "argv", [*words, "--output", str(path)])
+    options = gpu_check.parsed()
+    assert gpu.check.offers(options)
+    assert gpu.check.Check(options).run() == 2
+    reason = "no check's name contains 'nosuch'"
+    assert capsys.readouterr().err == reason + "\n"
+    for name in ("selectors", "conformance"):
+        section = json.loads(path.read_text())["sections"][name]
+        assert (section["status"], section["reason"]) == ("not run", reason)
+
+
+def test_the_help_names_every_exit_code_and_section(modules):
+    import gpu_check
+    from gpu.check import EXIT, NOTHING_THERE
+
+    told = gpu_check.__doc__.partition("Exit code: ")[2]
+    assert all(f"{code} " in told for code in (*EXIT.values(), NOTHING_THERE, 130))
+    assert "`kernels`" in gpu_check.__doc__
+
+
+def test_the_sources_are_those_that_run_wherever_they_lie(modules, tmp_path):
+    from gpu.environment import package_folders, sources
+
+    import sparsesel
+
+    folders = package_folders()
+    assert folders[0] == Path(sparsesel.__file__).parent
+    assert {folder.name for folder in folders[1:]} == {f"sparsesel_{name}" for name in OURS}
+    copies = [tmp_path / folder.name for folder in folders]
+    for folder, copy in zip(folders, copies, strict=True):
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    assert sources(copies) == sources(folders)
+    (copies[-1] / "config.py").write_text("")
+    assert sources(copies) != sources(folders)
+
+
+def test_a_copy_that_is_no_checkout_is_told_from_a_commit_that_git_does_not_tell(modules):
+    from gpu.report import table
+
+    def heading(commit, in_checkout):
+        found = {"device": "x", "commit": commit, "in_checkout": in_checkout, "sources": "abc", "folders": ["/there"]}
+        found |= {"versions": {}, "gpu": NO_DEVICE, "bandwidth": NO_DEVICE}
+        return list(table({"status": "passed", "sections": {"environment": {"status": "passed", "found": found}}}))[1]
+
+    assert heading("12ab", True) == "x · commit 12ab · sources abc in /there"
+    assert heading(None, False) == "x · not a checkout · sources abc in /there"
+    assert heading(None, True) == "x · commit unknown · sources abc in /there"
 
 
 # What a run without a GPU leaves out

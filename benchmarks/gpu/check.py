@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,8 +18,29 @@ NEEDS_DEVICE = ("graphs", "latency")
 LAUNCHING = ("operations", "selectors", "graphs")
 """Sections whose launches are noted."""
 EXIT = {PASSED: 0, NOT_RUN: 0, FAILED: 1, INCOMPLETE: 3}
+NOTHING_THERE = 2
+"""Exit code where `--only` names no check."""
 WORKER_MEMORY = 6 << 30
 """Bytes of the device that a checking process may come to need."""
+
+
+def nothing_named(only: str) -> str:
+    """What is said where `--only` names no check."""
+    return f"no check's name contains {only!r}"
+
+
+def offers(options: argparse.Namespace) -> bool:
+    """Whether there is anything that `--only` names; tests of the conformance suite are known to pytest alone."""
+    if not options.only or ("conformance" in options.sections and not options.tiny):
+        return True
+    jobs = {
+        "operations": lambda: plan.operations(options.device, tiny=options.tiny),
+        "selectors": lambda: plan.selectors(options.device, tiny=options.tiny),
+        "graphs": lambda: plan.graphs(options.device),
+        "latency": lambda: plan.latency(options.device, None),
+    }
+    chosen = [name for name in options.sections if name in jobs]
+    return any(options.only in job.name for name in chosen for job in jobs[name]())
 
 
 class Check:
@@ -58,7 +80,14 @@ class Check:
             for line in table(self.report.content):
                 print(line)
             print(f"written to {self.report.path}")
+        if code is None and self._found_nothing():
+            print(nothing_named(self.options.only), file=sys.stderr)
+            return NOTHING_THERE
         return EXIT[self.report.status] if code is None else code
+
+    def _found_nothing(self) -> bool:
+        reasons = [self.report.sections[name].get("reason") for name in self._deadlines if name != "environment"]
+        return bool(reasons) and all(reason == nothing_named(self.options.only) for reason in reasons)
 
     def _section(self, name: str) -> None:
         section = self.report.begin(name, failures=[])
@@ -110,17 +139,20 @@ class Check:
             section |= {"status": FAILED, "failures": [{"name": "conformance", "error": what}]}
             return
         self._pool.close()  # to leave the device's memory to the processes of pytest
-        processes, only = (1, TINY_TESTS) if self.options.tiny else (self._workers(), self.options.only)
+        tests = {"expression": TINY_TESTS} if self.options.tiny else {"only": self.options.only}
 
         def keep(found: dict[str, Any]) -> None:
             section.update(found)
             counts = [f"{found[name]} {name}" for name in ("passed", "failed", "skipped", "not reached")]
             section["summary"] = ", ".join(counts)
             section["status"] = FAILED if found["failed"] else INCOMPLETE if found["not reached"] else PASSED
+            if tests.get("only") and not any(found[name] for name in ("passed", "failed", "skipped", "not reached")):
+                section.update(status=NOT_RUN, reason=nothing_named(self.options.only))
             self.report.write()
 
         deadline = self._deadlines["conformance"]
-        conformance.run(self.options.device, processes=processes, deadline=deadline, on_progress=keep, only=only)
+        processes = 1 if self.options.tiny else self._workers()
+        conformance.run(self.options.device, processes=processes, deadline=deadline, on_progress=keep, **tests)
 
     def _run(
         self, name: str, jobs: Iterable[Job], workers: int, keep: Callable[[Outcome], None] = lambda outcome: None
@@ -128,6 +160,9 @@ class Check:
         """Run a section's jobs and keep what comes of each at once."""
         section = self.report.sections[name]
         work = [job for job in jobs if name == "environment" or self.options.only in job.name]
+        if not work:
+            section |= {"status": NOT_RUN, "reason": nothing_named(self.options.only)}
+            return
         section |= {"checks": [], "not_reached": [job.name for job in work]}
 
         def on_outcome(outcome: Outcome) -> None:

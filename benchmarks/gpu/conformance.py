@@ -22,9 +22,15 @@ def missing() -> list[str]:
 
 
 def run(
-    device: str, *, processes: int, deadline: float, on_progress: Callable[[dict[str, Any]], None], only: str = ""
+    device: str,
+    *,
+    processes: int,
+    deadline: float,
+    on_progress: Callable[[dict[str, Any]], None],
+    only: str = "",
+    expression: str = "",
 ) -> None:
-    """Run all tests, or those whose names `only` says in pytest's words (`-k`), until the deadline.
+    """Run all tests, or those whose names contain `only` and fit pytest's `-k expression`, until the deadline.
 
     Every few seconds, and at the end in any case, `on_progress` is told how many passed, failed, were skipped and were
     not reached, and the errors of those that failed.
@@ -32,7 +38,7 @@ def run(
     os.environ["GPU_CHECK_DEVICE"] = device
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as name:
         folder = Path(name)
-        shards = [_Shard(folder, index, processes, only) for index in range(processes)]
+        shards = [_Shard(folder, index, processes, only, expression) for index in range(processes)]
         restarts, told = RESTARTS, time.monotonic()
         try:
             while time.monotonic() < deadline:
@@ -52,14 +58,24 @@ def run(
 class _Shard:
     """One process of pytest after the other for one share of the tests."""
 
-    def __init__(self, folder: Path, index: int, count: int, only: str) -> None:
+    def __init__(self, folder: Path, index: int, count: int, only: str, expression: str) -> None:
         self.lines, self.log = folder / f"{index}.jsonl", folder / f"{index}.log"
-        self._command = [sys.executable, "-m", "pytest", str(_FOLDER / "device_conformance.py"), "--noconftest", "-q"]
+        # -P: where sparsesel is an installed copy, not the checkout that this may be run in, as in other sections.
+        self._command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "pytest",
+            str(_FOLDER / "device_conformance.py"),
+            "--noconftest",
+            "-q",
+        ]
         self._command += ["-p", "gpu.shard", "-p", "no:cacheprovider", "-W", "default", "-o", "addopts="]
-        self._command += ["--import-mode=importlib", "--tb=short", *(["-k", only] if only else [])]
+        self._command += ["--import-mode=importlib", "--tb=short", *(["-k", expression] if expression else [])]
         self._environment = os.environ | {
             "GPU_CHECK_LINES": str(self.lines),
             "GPU_CHECK_SHARD": f"{index}/{count}",
+            "GPU_CHECK_ONLY": only,
             "PYTHONPATH": os.pathsep.join([str(_FOLDER.parent), os.environ.get("PYTHONPATH", "")]),
             "OMP_NUM_THREADS": "1",
         }
@@ -130,7 +146,7 @@ def _summary(shards: list[_Shard]) -> dict[str, Any]:
             counts[outcome] += 1
             if outcome == "failed":
                 failures.append({"name": test, "error": record.get("error", "the process ended in it")})
-        if not total:
+        if not total and not shard.lines.exists():
             is_early = shard.was_stopped or shard.is_running
             counts["not reached" if is_early else "failed"] += 1
             failures += [] if is_early else [{"name": "collection", "error": shard.last_words()}]

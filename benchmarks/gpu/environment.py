@@ -1,6 +1,7 @@
 """Where this runs: device, versions, commit, clocks, and how fast its memory is."""
 
 import hashlib
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -13,11 +14,11 @@ import torch
 
 import sparsesel
 from sparsesel.eval import provenance
+from sparsesel.registry import registry
 
 PACKAGES = ("torch", "triton", "transformers", "pydantic", "pytest", "hypothesis")
 NO_DEVICE = "not run: no CUDA device"
 COPIED = 2 << 30  # bytes, far more than a cache of any device holds
-_ROOT = Path(__file__).parents[2]
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -26,7 +27,9 @@ def describe(device: str) -> dict[str, Any]:
         "device": provenance.device_name(torch.device(device)),
         "versions": {"sparsesel": sparsesel.__version__, "python": platform.python_version(), **_versions()},
         "commit": provenance.commit(),
-        "sources": sources(),
+        "in_checkout": (package_folders()[0].parent / ".git").exists(),
+        "sources": sources(package_folders()),
+        "folders": [str(folder) for folder in package_folders()],
         "cpus": len(os.sched_getaffinity(0)),
         "gpu": _gpu() if device == "cuda" else NO_DEVICE,
         "bandwidth": measured_bandwidth() if device == "cuda" else NO_DEVICE,
@@ -43,11 +46,20 @@ def _versions() -> dict[str, str | None]:
     return found
 
 
-def sources() -> str:
-    """A hash of the package's sources, for a copy that is no git checkout."""
+def package_folders() -> list[Path]:
+    """Where the code that runs lies: sparsesel, then its selectors. It may be an installed copy of this checkout."""
+    ours = [found.plugin.factory for found in registry().selectors.values() if found.distribution == "sparsesel"]
+    names = sorted({factory.partition(":")[0].partition(".")[0] for factory in ours})
+    modules = [sparsesel, *(importlib.import_module(name) for name in names)]
+    return [Path(module.__file__).parent for module in modules if module.__file__]
+
+
+def sources(folders: list[Path]) -> str:
+    """A hash of the sources of packages, the same wherever they lie, for a copy that is no git checkout."""
     digest = hashlib.sha256()
-    for path in sorted([*_ROOT.glob("sparsesel/**/*.py"), *_ROOT.glob("plugins/**/*.py")]):
-        digest.update(str(path.relative_to(_ROOT)).encode() + b"\0" + path.read_bytes())
+    for folder in sorted(folders, key=lambda folder: folder.name):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder.parent).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -75,7 +75,8 @@ def _heading(found: dict[str, Any] | None) -> Iterator[str]:
         yield "sparsesel, on a device not looked at"
         return
     versions = " · ".join(f"{name} {value or 'missing'}" for name, value in found["versions"].items())
-    yield f"{found['device']} · commit {found['commit'] or 'unknown'} · sources {found['sources']}"
+    commit = f"commit {found['commit'] or 'unknown'}" if found["commit"] or found["in_checkout"] else "not a checkout"
+    yield f"{found['device']} · {commit} · sources {found['sources']} in {found['folders'][0]}"
     yield versions
     gpu, bandwidth = found["gpu"], found["bandwidth"]
     if isinstance(gpu, dict):
