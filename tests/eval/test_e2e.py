@@ -6,6 +6,7 @@ import torch
 from sparsesel import InputError, make_selector
 from sparsesel.eval import run
 from sparsesel.eval.decode import clock
+from sparsesel.eval.differences import differences
 from sparsesel.eval.report import rows_by_context
 from sparsesel.eval.tasks.e2e import E2e, modelled
 from sparsesel.eval.timed import Timed
@@ -122,6 +123,19 @@ def test_prompts_are_random_or_the_text(model_folder, text_file):
     assert first["parameters"]["text"] == "random tokens"
     assert first["prompt_sha256"] == again["prompt_sha256"] != other["prompt_sha256"]
     assert text["parameters"]["text"].endswith("text.txt")
+    assert first["data_sha256"] is other["data_sha256"] is None
+    assert len(text["data_sha256"]) == 64
+
+
+def test_what_was_made_of_no_text_goes_on_whatever_the_text(model_folder, text_file, tmp_path):
+    common = {"contexts": [64], "out": tmp_path}
+    run("e2e", str(model_folder), ["full"], steps=2, **common)
+    both = {"e2e": {"steps": 2}, "perplexity": {"suffix": 4}}
+    results = run(both, str(model_folder), ["full"], texts=[text_file], **common)
+    assert [line["task"] for line in results.lines] == ["e2e", "perplexity"]
+    assert not [note for note in differences(results.lines) if "texts" in note]
+    with pytest.raises(InputError, match="data_sha256"):  # perplexity has one
+        run(both, str(model_folder), ["full"], **common)
 
 
 def test_a_timed_selector_is_the_selector():

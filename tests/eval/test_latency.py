@@ -60,6 +60,7 @@ def test_lines_say_what_was_timed(measured):
         metrics, parameters = line["metrics"], line["provenance"]["parameters"]
         assert [parameters[name] for name in GIVEN] == list(GIVEN.values())
         assert parameters["dtype"] == "float32"
+        assert line["provenance"]["data_sha256"] is None
         low, high = metrics["attention_ms_range"]
         assert 0 < low <= metrics["attention_ms"] <= high
         assert metrics["modelled_ms"] == pytest.approx(metrics["bytes_per_step"] / 100e6)

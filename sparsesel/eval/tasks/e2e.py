@@ -85,7 +85,13 @@ class E2e(Task[E2eConfig]):
             generator = random.Random(f"{setting.seed} {context}")
             tokens, text = tuple(generator.choices(range(setting.model_config.vocab_size), k=context)), "random tokens"
         steps = self.steps(context, document)
-        return Case(tokens=tokens, prefill=context - steps, steps=steps, details={"text": text})
+        return Case(
+            tokens=tokens,
+            prefill=context - steps,
+            steps=steps,
+            details={"text": text},
+            from_texts=self.config.prompt == "text",
+        )
 
     def measure(self, bench: Bench, case: Case, specs: Sequence[str]) -> Iterator[tuple[str, Metrics]]:
         """Decode the last tokens with each selector, teacher-forced.

@@ -166,7 +166,7 @@ class Latency(Task[LatencyConfig]):
     def prepare(self, setting: Setting, context: int, document: int) -> Case:
         """No prompt: everything is random."""
         details = {"context": context, **({} if self._mix is not None else {"path_mix_folder": self.config.path_mix})}
-        return Case(tokens=(), prefill=0, steps=self.steps(context, document), details=details)
+        return Case(tokens=(), prefill=0, steps=self.steps(context, document), details=details, from_texts=False)
 
     def measure(self, bench: Bench, case: Case, specs: Sequence[str]) -> Iterator[tuple[str, Metrics]]:
         """Time all selectors in turn, then say of each what was found.
