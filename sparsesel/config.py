@@ -14,7 +14,8 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -48,6 +49,7 @@ _KINDS = {
 FILE_SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 MAX_COUNT = 2**31 - 1
 """Largest position or count there is: positions are int32."""
+_EXAMPLES = 4  # of values that a remedy repeats
 _SHOWN = 200  # characters of a refused value that an error shows
 
 BackendName = Literal["auto", "triton", "eager"]
@@ -60,7 +62,9 @@ def _valid_topk(value: int | str) -> int | str:
             raise ValueError("must be at least 1")
         return value
     match = _PERCENT.fullmatch(value)
-    if match is None or not 0 < float(match[1]) <= 100:
+    if match is not None and float(match[1]) > 100:
+        raise ValueError("must be at most 100%, as a percentage of the context")
+    if match is None or float(match[1]) == 0:
         raise ValueError('must be a positive integer or a percentage of the context such as "6.25%"')
     return f"{match[1]}%"
 
@@ -247,14 +251,31 @@ def build(model: type[ConfigT], values: Mapping[str, Any], *, where: str) -> Con
         *kinds, last = dict.fromkeys(_expected(one) for one in (first, *branches))
         expected = " or ".join([*([", ".join(kinds)] if kinds else []), last])
         got = "nothing" if first["type"] == "missing" else _shown(first["input"])
+        remedy = "Correct it and run the command again."
+        if issubclass(model, SelectorConfig | TaskConfig):
+            remedy = f"See `sparsesel show {where}` for every field."
+        several = _several(first["input"])
+        whole = len(first["loc"]) == 1 and not isinstance(first["input"], str)
+        if issubclass(model, TaskConfig) and known is not None and _is_list(known.annotation) and several and not whole:
+            given = " ".join(f"--{name.replace('_', '-')} {one}" for one in several)
+            remedy = f"For several values, repeat the option: {given}. {remedy}"
         raise InputError(
-            f"{where}.{path}" if path else where,
-            expected=expected + description,
-            got=got,
-            remedy=f"See `sparsesel show {where}` for every field."
-            if issubclass(model, SelectorConfig | TaskConfig)
-            else "Correct it and run the command again.",
+            f"{where}.{path}" if path else where, expected=expected + description, got=got, remedy=remedy
         ) from None
+
+
+def _is_list(annotation: Any) -> bool:
+    """Whether a field's type is one of several values, or that and nothing."""
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return any(get_origin(one) in (tuple, list) for one in options)
+
+
+def _several(value: Any) -> list[str]:
+    """Values that stand in the place of one: the first few of a list, or of text with commas."""
+    several = value.strip("[] ").split(",") if isinstance(value, str) else value
+    if not isinstance(several, list) or (isinstance(value, str) and len(several) < 2):
+        return []
+    return [(one.strip() if isinstance(one, str) else _shown(one)) for one in several[:_EXAMPLES]]
 
 
 def _written(loc: Iterable[Any], value: Any) -> Iterator[str]:
@@ -451,6 +472,13 @@ def parse_spec(text: str) -> SelectorSpec | LayeredSpec:
     Raises:
         InputError: The text is no such thing.
     """
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(
+            "selector",
+            expected="name, name:preset or a config file, as text, then optional ,field=value",
+            got=_shown(text),
+            remedy="Write for example retopk:quality,topk=128; `sparsesel list` shows the names.",
+        )
     spec = _parse(text)
     if isinstance(spec, SelectorSpec):
         return spec

@@ -81,6 +81,14 @@ def evaluation(
         )
     values = load_file(config_file)
     try:
+        if not values.get("tasks"):
+            raise InputError(
+                "tasks",
+                expected="a table of at least one task",
+                got="none",
+                remedy="Add [tasks.perplexity] for example, or name a task: "
+                f"sparsesel eval perplexity --config {config_file} --out {out_dir}.",
+            )
         _run(values, out_dir, online=online)
     except InputError as error:  # all that it says of the run comes from the file
         if error.field.removeprefix("--") == "out":

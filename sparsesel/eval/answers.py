@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sparsesel.eval.report import Line, Row, bootstrap, work_columns
-from sparsesel.eval.tables import Column, Table
+from sparsesel.eval.report import FEWEST, Line, Row, bootstrap, work_columns
+from sparsesel.eval.tables import Column, Table, Value
 from sparsesel.eval.task import Bench
 
 if TYPE_CHECKING:
@@ -105,27 +105,34 @@ def score_tables(
     means = [_mean([values[index] for values in scores.values()]) for index in range(len(rows))]
     digits = 1 if percent else 3
 
-    def column(heading: str, values: Sequence[float | None], better: Any = "more") -> Column:
-        return Column(heading, values, digits, percent=percent, better=better)
+    def column(heading: str, values: Sequence[Value], *groups: Sequence[Line]) -> Column:
+        ranked = all(len(lines) > 1 for lines in groups)
+        return Column(heading, values, digits, percent=percent, better="more" if groups else "", ranked=ranked)
 
+    every = [list(row.lines.values()) for row in rows]
     names, references = [row.selector for row in rows], sum(row.is_reference for row in rows)
     intervals = [
-        bootstrap(list(row.lines.values()), lambda lines: mean_score(lines) or 0.0) or (None, None) for row in rows
+        bootstrap(lines, lambda drawn: mean_score(drawn) or 0.0) or ("too few" if len(lines) < FEWEST else None, None)
+        for lines in every
     ]
     return [
         Table(
             title,
             names,
-            [*(column("\n".join(cell), values) for cell, values in scores.items()), column("mean", means)],
+            [
+                *(column("\n".join(cell), values, *by_cell[cell]) for cell, values in scores.items()),
+                column("mean", means, *every),
+            ],
             references,
         ),
         Table(
             overall,
             names,
             [
-                column("score", [row.mean("score") for row in rows]),
-                column("from", [low for low, _ in intervals], ""),
-                column("to", [high for _, high in intervals], ""),
+                Column("of", [len(lines) for lines in every], 0),
+                column("score", [row.mean("score") for row in rows], *every),
+                column("from", [low for low, _ in intervals]),
+                column("to", [high for _, high in intervals]),
                 *work_columns(rows),
             ],
             references,

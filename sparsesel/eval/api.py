@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sparsesel.config import RunConfig, build
 from sparsesel.errors import InputError
@@ -82,11 +82,11 @@ class Results:
 def run(
     task: str | Mapping[str, Mapping[str, Any]],
     model: str,
-    selectors: Iterable[str] = (),
+    selectors: str | Iterable[str] = (),
     *,
-    contexts: Iterable[int] = (2048,),
+    contexts: int | Iterable[int] = (2048,),
     set: Mapping[str, Any] | None = None,
-    texts: Iterable[str | Path] = (),
+    texts: str | Path | Iterable[str | Path] = (),
     skip_chars: int = 0,
     seed: int = 0,
     backend: str = "auto",
@@ -101,10 +101,10 @@ def run(
     Args:
         task: A task's name, or several names with the fields of each.
         model: `smollm2-135m`, a local folder or a Hub id.
-        selectors: Specs: `"retopk:quality,topk=128"` or a file. None where the task needs none.
-        contexts: Tokens that a task may fill.
+        selectors: Specs: `"retopk:quality,topk=128"` or a file; one or several. None where the task needs none.
+        contexts: Tokens that a task may fill; one length or several.
         set: Fields for every selector that has them.
-        texts: UTF-8 text files; without any, Python's language reference.
+        texts: UTF-8 text files, one or several; without any, Python's language reference.
         skip_chars: Characters left out at the beginning of each text.
         seed: Of torch's generator and of tasks.
         backend: What runs the selectors.
@@ -129,10 +129,12 @@ def run(
         RunConfig,
         {
             "model": model,
-            "selectors": tuple(selectors),
+            "selectors": _several(selectors, str, "selectors", 'a spec, or a list of them such as ["full", "retopk"]'),
             "set": dict(set or {}),
-            "contexts": tuple(contexts),
-            "texts": tuple(str(path) for path in texts),
+            "contexts": _several(
+                contexts, int, "contexts", "a number of tokens, or a list of them such as [1024, 2048]"
+            ),
+            "texts": tuple(map(str, _several(texts, (str, Path), "texts", "a text file, or a list of them"))),
             "skip_chars": skip_chars,
             "seed": seed,
             "backend": backend,
@@ -148,6 +150,27 @@ def run(
         measuring = stack.enter_context(Run(config, resolved, folder, online=online))
         measuring.measure(_Told(progress or Silent(), measuring, on_result))
         return Results(list(measuring.store.lines))
+
+
+ValueT = TypeVar("ValueT")
+
+
+def _several(
+    values: ValueT | Iterable[ValueT], kind: type | tuple[type, ...], field: str, expected: str
+) -> tuple[ValueT, ...]:
+    """One value or several, as several.
+
+    Raises:
+        InputError: Something else.
+    """
+    several = (values,) if isinstance(values, kind) else values
+    if not isinstance(several, Iterable) or isinstance(several, bytes):
+        raise InputError(field, expected=expected, got=repr(values), remedy="Give one, or a list of several.")
+    found = tuple(several)
+    for one in found:
+        if not isinstance(one, kind) or isinstance(one, bool):
+            raise InputError(field, expected=expected, got=repr(one), remedy="Give one, or a list of several.")
+    return found  # pyright: ignore[reportReturnType]
 
 
 def _result(line: Mapping[str, Any]) -> Result:

@@ -114,14 +114,19 @@ def _attended(lines: Sequence[Line]) -> Iterable[str]:
 
 def _within_runs(lines: Sequence[Line]) -> Iterable[str]:
     for key, what in _RUN.items():
-        # A task that takes nothing from a text names none.
-        own = [line for line in lines if key != "data_sha256" or line["provenance"].get("parameters", {}).get("text")]
+        own = lines if key != "data_sha256" else [line for line in lines if _used_a_text(line)]
         yield from _unequal(own, what, lambda line, key=key: line["provenance"].get(key))
     packages = dict.fromkeys(name for line in lines for name in line["provenance"].get("versions", {}))
     for name in packages:
         yield from _unequal(
             lines, f"versions of {name}", lambda line, name=name: line["provenance"].get("versions", {}).get(name)
         )
+
+
+def _used_a_text(line: Line) -> bool:
+    """Whether a text decided a result: lines without one do not differ in it from others."""
+    provenance = line["provenance"]
+    return provenance.get("data_sha256") is not None and bool(provenance.get("parameters", {}).get("text"))
 
 
 def _unequal(lines: Sequence[Line], what: str, value: Callable[[Line], Any]) -> Iterable[str]:

@@ -16,6 +16,11 @@ REFERENCES = ("full", "exact_topk")
 
 Line = Mapping[str, Any]
 
+FEWEST = 5
+"""Documents from which on there is an interval: of fewer, it is little more than their own values."""
+
+TOO_FEW = f"Fewer than {FEWEST} documents are too few for an interval."
+
 _RESAMPLES = 2000
 
 
@@ -166,6 +171,11 @@ def budget_of(config: Mapping[str, Any]) -> int | str | None:
     return budgets.pop() if len(budgets) == 1 else None
 
 
+def rankable(rows: Iterable[Row]) -> bool:
+    """Whether documents can tell which of these rows is the best: one alone cannot."""
+    return all(len(row.lines) > 1 for row in rows)
+
+
 def about(lines: Sequence[Line]) -> str:
     """Model, text and budget of results; no text where none of them has one."""
     models = dict.fromkeys(str(line["provenance"].get("model", "?")).rsplit("@", 1)[0] for line in lines)
@@ -219,11 +229,12 @@ def bootstrap(
 ) -> tuple[float, float] | None:
     """Percentile interval of a statistic over documents drawn with replacement, the same each time.
 
-    None for fewer than two documents: one says nothing of how they differ.
+    None for fewer than `FEWEST` documents, and where all that are drawn give the same: that is no certainty.
     """
-    if len(lines) < 2:
+    if len(lines) < FEWEST:
         return None
     generator = random.Random(0)
     drawn = sorted(statistic(generator.choices(lines, k=len(lines))) for _ in range(_RESAMPLES))
     tail = (1 - level) / 2
-    return drawn[round(tail * (_RESAMPLES - 1))], drawn[round((1 - tail) * (_RESAMPLES - 1))]
+    low, high = drawn[round(tail * (_RESAMPLES - 1))], drawn[round((1 - tail) * (_RESAMPLES - 1))]
+    return (low, high) if low < high else None

@@ -344,12 +344,13 @@ class Run:
         point = point_of(line)
         expected: dict[str, Any] = {
             "provenance.model": self._source.identity,
-            "provenance.data_sha256": self._data,
             "provenance.dtype": self._dtype,
             "provenance.backend": self._backend,
             "provenance.device": self._device,
             "provenance.seed": self.config.seed,
         }
+        if line["provenance"].get("data_sha256") is not None:  # otherwise no text was used
+            expected["provenance.data_sha256"] = self._data
         task, selectors = self._tasks.get(point.task), self._selectors.get(point.task, self._given)
         if point.selector in selectors:
             config = selectors[point.selector]
@@ -403,7 +404,7 @@ class Run:
             "device_name": provenance.device_name(self._device),
             "dtype": self._dtype,
             "parameters": parameters,
-            "data_sha256": self._data,
+            "data_sha256": self._data if case.from_texts else None,
             "calibration_sha256": self._calibrations[str(config)],
             "cost": None if model is None else self._cost(model, config, point.context, metrics),
             "prompt_sha256": hashlib.sha256(json.dumps(case.tokens).encode()).hexdigest(),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsesel.eval.figures import Marks
-from sparsesel.eval.report import Line, Row, about, budget_of, ordered, reference_of, rows_by_context
+from sparsesel.eval.report import Line, Row, about, budget_of, ordered, rankable, reference_of, rows_by_context
 from sparsesel.eval.tables import Column, Section, Table
 from sparsesel.eval.tasks.perplexity import perplexity, ratio
 
@@ -94,16 +94,18 @@ class _Results:
 
     def perplexities(self) -> list[Column]:
         rows = self._of("perplexity")
-        return self._column(
-            "PPL", self._each(rows, lambda row: perplexity(row.lines.values())), digits=2, better="less"
-        )
+        values = self._each(rows, lambda row: perplexity(row.lines.values()))
+        return self._column("PPL", values, digits=2, better="less", ranked=rankable(rows.values()))
 
     def needles(self) -> list[Column]:
-        return self._column(_NAMES["niah"], self._scores("niah"), digits=1, percent=True, better="more", detail=True)
+        return self._answers("niah")
 
     def longbench(self) -> list[Column]:
-        scores = self._scores("longbench")
-        return self._column(_NAMES["longbench"], scores, digits=1, percent=True, better="more", detail=True)
+        return self._answers("longbench")
+
+    def _answers(self, task: str) -> list[Column]:
+        options = {"percent": True, "better": "more", "detail": True, "ranked": rankable(self._of(task).values())}
+        return self._column(_NAMES[task], self._scores(task), digits=1, **options)
 
     def speedups(self) -> list[Column]:
         measured = self._measured_speedups()

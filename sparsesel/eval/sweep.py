@@ -10,7 +10,7 @@ from typing import Any
 
 from sparsesel.config import AnyConfig, LayeredConfig, SelectorConfig, build
 from sparsesel.errors import InputError
-from sparsesel.eval.report import Row, measured_on
+from sparsesel.eval.report import Row, measured_on, rankable
 from sparsesel.eval.tables import Column
 from sparsesel.eval.task import Bench, Case, Metrics
 from sparsesel.eval.tasks.perplexity import Perplexity, perplexity
@@ -101,13 +101,34 @@ def common(rows: Sequence[Row]) -> list[Row]:
     return kept if shared else []
 
 
+def unmoved_note(base: Row, variants: Sequence[tuple[str, Row]]) -> list[str]:
+    """Says which variants, with their names, gave what `base` gave: nothing follows from those."""
+    same = [name for name, row in variants if _results(common([row, base])[:1]) == _results(common([base, row])[:1])]
+    if not same:
+        return []
+    context = next(iter(base.lines.values()))["context"]
+    return [
+        f"{base.selector}, context {context}: {', '.join(same)} gave exactly the base's results: what "
+        f"{'they change' if len(same) > 1 else 'it changes'} did not come into play."
+    ]
+
+
+def _results(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Metrics of each document but for times."""
+    return [
+        {name: value for name, value in line["metrics"].items() if name not in ("ms_per_step", "given")}
+        for row in rows
+        for line in row.lines.values()
+    ]
+
+
 def cost_columns(rows: Sequence[Row], base: Row) -> list[Column]:
     """Perplexity, exact share, candidates, time and modelled bytes of variants of `base`, one of the rows."""
     scores = [perplexity(row.lines.values()) for row in rows]
     reference = perplexity(base.lines.values())
     return [
-        Column("PPL", scores, 3, better="less"),
-        Column("÷base", [score / reference for score in scores], 4, better="less"),
+        Column("PPL", scores, 3, better="less", ranked=rankable(rows)),
+        Column("÷base", [score / reference for score in scores], 4, better="less", ranked=rankable(rows)),
         Column("exact", [row.mean("exact_share") for row in rows], 1, percent=True),
         Column("fall-\nback", [row.mean("fallback_share") for row in rows], 1, percent=True, detail=True),
         Column("re-\nfresh", [row.mean("refresh_share") for row in rows], 1, percent=True, detail=True),

@@ -1,7 +1,7 @@
 """Tables as data: what tasks report, to be shown on a terminal or on a page."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rich import box
@@ -25,6 +25,7 @@ class Column:
         digits: After the decimal point.
         percent: Whether the values are fractions, to be shown in %.
         better: Which values are good ones, empty if none is.
+        ranked: Whether the best of them may be marked; not where one document alone says which that is.
         detail: Whether a narrow terminal shows it in a second table.
     """
 
@@ -33,6 +34,7 @@ class Column:
     digits: int = 3
     percent: bool = False
     better: Literal["", "less", "more"] = ""
+    ranked: bool = field(default=True, kw_only=True)
     detail: bool = False
 
     @property

@@ -66,6 +66,7 @@ class Case:
         steps: Decode steps of each selector, for the time left; at most.
         truncation: What was left out of the task's data to make it fit.
         details: More to write into the line's parameters, which need not agree when a run is resumed.
+        from_texts: Whether it is made of the setting's texts, whose hash the line then has.
     """
 
     tokens: tuple[int, ...]
@@ -73,6 +74,7 @@ class Case:
     steps: int
     truncation: str = "none"
     details: Mapping[str, Any] = field(default_factory=dict)
+    from_texts: bool = field(default=True, kw_only=True)
 
 
 class Bench(Protocol):

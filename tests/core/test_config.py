@@ -70,7 +70,7 @@ def test_text_of_a_config_names_what_was_changed_and_reads_back():
         ("topk", 1.5, "integer"),
         ("topk", [], "integer"),
         ("topk", "0%", "percentage"),
-        ("topk", "100.1%", "percentage"),
+        ("topk", "100.1%", "at most 100%"),
         ("topk", "-5%", "percentage"),
         ("topk", "many", "percentage"),
         ("similarity_threshold", math.nan, "finite"),

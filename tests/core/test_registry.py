@@ -11,7 +11,7 @@ import pytest
 
 from sparsesel.config import SelectorConfig
 from sparsesel.errors import BrokenPluginError, InputError, UnknownNameError
-from sparsesel.registry import GROUP, Registry
+from sparsesel.registry import GROUP, Registry, make_config, make_selector
 
 PLUGIN = """
 import sparsesel
@@ -284,3 +284,10 @@ def test_discovery_in_a_process_of_its_own(site):
     """
     environment = os.environ | {"PYTHONPATH": str(site.folder)}
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("spec", [None, 3, ["full"], b"full"])
+def test_what_is_no_text_names_no_selector(spec):
+    for make in (make_selector, make_config):
+        with pytest.raises(InputError, match="retopk:quality"):
+            make(spec)

@@ -62,3 +62,24 @@ def test_fields_of_several_tasks_stand_within_them(model_folder):
 def test_a_task_or_field_that_is_not_there_is_refused(model_folder, task, problem):
     with pytest.raises(InputError, match=problem):
         run(task, str(model_folder), ["full"])
+
+
+def test_one_selector_context_or_text_needs_no_list(model_folder, results, tmp_path):
+    (tmp_path / "text.txt").write_text("Rain fell on the yard. " * 200)
+    text = str(tmp_path / "text.txt")
+    (one,) = run("perplexity", str(model_folder), "full", contexts=40, texts=text, suffix=4, backend="eager")
+    assert (one.selector, one.context) == ("full", 40)
+    assert one.metrics["nll"] == results.lines[0]["metrics"]["nll"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("selectors", value) for value in (None, [None], 3)),
+        *(("contexts", value) for value in ("256", 1.5, None, True)),
+        *(("texts", value) for value in (3, [None])),
+    ],
+)
+def test_what_is_no_list_of_them_is_refused(model_folder, field, value):
+    with pytest.raises(InputError, match=field):
+        run("perplexity", str(model_folder), **{"selectors": ["full"], field: value})

@@ -6,6 +6,7 @@ import torch
 from sparsesel import InputError, make_selector
 from sparsesel.eval import run
 from sparsesel.eval.decode import clock
+from sparsesel.eval.differences import differences
 from sparsesel.eval.report import rows_by_context
 from sparsesel.eval.tasks.e2e import E2e, modelled
 from sparsesel.eval.timed import Timed
@@ -58,29 +59,81 @@ def test_attention_is_what_a_clock_around_it_says(model_folder, monkeypatch):
         assert line["metrics"]["ms_per_token"] == pytest.approx(1.0)
 
 
-def test_contexts_beyond_are_modelled_by_bytes(measured):
-    lines = {line["context"]: line for line in measured.lines if line["selector"] == "full"}
+def with_times(measured, spec, times):
+    """Rows of a selector by context, with these times of attention at these contexts, reading a MB for each token."""
+    lines = {line["context"]: line for line in measured.lines if line["selector"] == spec}
+    given = {"non_attention_ms": 4.0, "modelled_bytes": [1e9, 1e10]}
+    changed = [
+        {
+            **lines[context],
+            "metrics": {**lines[context]["metrics"], **given, "attention_ms": ms},
+            "provenance": {**lines[context]["provenance"], "cost": {"step_bytes": 1e6 * context}},
+        }
+        for context, ms in times.items()
+    ]
+    return {context: rows[0] for context, rows in rows_by_context(changed).items()}
 
+
+def test_contexts_beyond_are_modelled_by_bytes(measured):
     def at_1000(times):
-        """Of dense attention, which reads as many bytes as there are keys, with these times at these contexts."""
-        changed = [
-            {**lines[context], "metrics": {**lines[context]["metrics"], "attention_ms": ms, "non_attention_ms": 4.0}}
-            for context, ms in times.items()
-        ]
-        total, share = modelled({context: rows[0] for context, rows in rows_by_context(changed).items()})[1000]
+        total, share = modelled(with_times(measured, "full", times), list(times)).times[1000]
         assert share == pytest.approx(4 / total)
         return total - 4
 
     assert at_1000({128: 2.0}) == pytest.approx(2 * 1000 / 128)
     assert at_1000({64: 1.5, 128: 2.0}) == pytest.approx(1 + 1000 / 128)
-    # No line that could go on.
-    assert at_1000({64: 2.5, 128: 2.0}) == at_1000({64: 0.5, 128: 2.0}) == at_1000({128: 2.0})
+
+
+@pytest.mark.parametrize(
+    ("times", "problem"),
+    [
+        ({64: 2.5, 128: 2.0}, "context 128 took no longer than context 64"),
+        ({64: 0.5, 128: 2.0}, "begin below 0"),
+        ({128: 2.0}, "not measured at context 64"),
+    ],
+)
+def test_what_has_no_line_that_goes_on_is_not_modelled(measured, times, problem):
+    found = modelled(with_times(measured, "full", times), [64, 128])
+    assert found.times == {}
+    assert problem in found.problem
+
+
+def test_a_selector_that_reads_as_much_at_any_length_takes_as_long(measured):
+    rows = with_times(measured, "full", {64: 2.5, 128: 2.0})
+    for row in rows.values():
+        (line,) = row.lines.values()
+        line["metrics"]["modelled_bytes"] = [7.0, 7.0]
+        line["provenance"] = {**line["provenance"], "cost": {"step_bytes": 7.0}}
+    assert modelled(rows, [64, 128]).times == {1000: (6.0, 4 / 6), 10000: (6.0, 4 / 6)}
+
+
+def lines_with_times(measured, exact):
+    """Results of all selectors, those of exact_topk with these times."""
+    times = {SPECS[0]: {64: 1.5, 128: 2.0}, SPECS[1]: exact, SPECS[2]: {64: 1.5, 128: 1.6}}
+    rows = [row for spec in SPECS for row in with_times(measured, spec, times[spec]).values()]
+    return [line for row in rows for line in row.lines.values()]
+
+
+def test_one_table_has_one_way_of_modelling(measured):
+    """A selector without a line is left out, with all its ratios, and it is said why."""
+    lines = lines_with_times(measured, {64: 2.5, 128: 2.0})
+    (section,) = E2e.report(lines)
+    table = section.tables[-1]
+    assert table.title == "One token, context 10000, modelled along the line through two contexts"
+    columns = {column.heading: column.cells for column in table.columns}
+    assert columns["ms per\ntoken"][1] == columns["×full"][1] == columns["×exact"][2] == "–"
+    assert "–" not in (columns["×full"][2], columns["ms per\ntoken"][0])
+    assert "exact_topk: context 128 took no longer than context 64" in section.notes[-1]
+    (alone,) = E2e.report([line for line in lines if line["context"] == 128])
+    assert alone.tables[-1].title.endswith("modelled in proportion to bytes")
+    assert "–" not in alone.tables[-1].columns[0].cells
+    assert len(alone.notes) == 2
 
 
 def test_the_report_tells_measured_from_modelled(measured):
-    (section,) = measured.report()
-    titles = [table.title for table in section.tables]
-    assert [title.rpartition(", ")[2] for title in titles] == ["measured"] * 2 + ["modelled"] * 2
+    (section,) = E2e.report(lines_with_times(measured, {64: 1.5, 128: 2.0}))
+    kinds = [table.title.rpartition(", ")[2].partition(" ")[0] for table in section.tables]
+    assert kinds == ["measured"] * 2 + ["modelled"] * 2
     assert all(list(table.rows) == SPECS for table in section.tables)
     columns = {column.heading: column.values for column in section.tables[1].columns}
     assert columns["×full"][0] == columns["×exact"][1] == 1.0
@@ -122,6 +175,19 @@ def test_prompts_are_random_or_the_text(model_folder, text_file):
     assert first["parameters"]["text"] == "random tokens"
     assert first["prompt_sha256"] == again["prompt_sha256"] != other["prompt_sha256"]
     assert text["parameters"]["text"].endswith("text.txt")
+    assert first["data_sha256"] is other["data_sha256"] is None
+    assert len(text["data_sha256"]) == 64
+
+
+def test_what_was_made_of_no_text_goes_on_whatever_the_text(model_folder, text_file, tmp_path):
+    common = {"contexts": [64], "out": tmp_path}
+    run("e2e", str(model_folder), ["full"], steps=2, **common)
+    both = {"e2e": {"steps": 2}, "perplexity": {"suffix": 4}}
+    results = run(both, str(model_folder), ["full"], texts=[text_file], **common)
+    assert [line["task"] for line in results.lines] == ["e2e", "perplexity"]
+    assert not [note for note in differences(results.lines) if "texts" in note]
+    with pytest.raises(InputError, match="data_sha256"):  # perplexity has one
+        run(both, str(model_folder), ["full"], **common)
 
 
 def test_a_timed_selector_is_the_selector():

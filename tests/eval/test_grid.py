@@ -66,6 +66,7 @@ def test_what_makes_no_sense_is_refused(grid, tmp_path, monkeypatch, arguments, 
     [
         ("[tasks]\nperplexity = 3", "eval.tasks.perplexity", "a table "),
         ("tasks = 3", "eval.tasks", "a table "),
+        ("", "tasks of", "Add [tasks.perplexity]"),
         ("[tasks.perplexity]\nsuffix = 300\n[tasks.niah]", "suffix of task perplexity", "at most 247"),
         ("[tasks.perplexity]\nsuffix = 4\n[tasks.niah]\ntrials = 0", "niah.trials", "greater than"),
         ("[tasks.perplexity]\nsuffix = 4\n[tasks.sensitivity.values]\ntopk = 0", "", "at least 1"),

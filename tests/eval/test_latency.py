@@ -60,6 +60,7 @@ def test_lines_say_what_was_timed(measured):
         metrics, parameters = line["metrics"], line["provenance"]["parameters"]
         assert [parameters[name] for name in GIVEN] == list(GIVEN.values())
         assert parameters["dtype"] == "float32"
+        assert line["provenance"]["data_sha256"] is None
         low, high = metrics["attention_ms_range"]
         assert 0 < low <= metrics["attention_ms"] <= high
         assert metrics["modelled_ms"] == pytest.approx(metrics["bytes_per_step"] / 100e6)
@@ -193,8 +194,31 @@ def test_stages_and_the_rest_are_the_whole(measured):
     for rows in rows_by_context(measured.lines).values():
         for row in rows:
             stages = stages_of(row)
-            if "rest" in stages:
-                assert math.fsum(stages.values()) == pytest.approx(row.mean("attention_ms"))
+            (line,) = row.lines.values()
+            timed = line["metrics"]["stage_ms"]
+            whole = max(row.mean("attention_ms"), math.fsum(timed.values()))  # timing each takes time too
+            assert math.fsum(stages.values()) == pytest.approx(whole)
+            assert stages.keys() == timed.keys() | {"other"}
+
+
+def test_what_no_stage_takes_has_one_name(measured):
+    (section,) = measured.report()
+    table = section.tables[2]
+    assert table.columns[-1].heading == "other"
+    bars = next(figure for figure in section.figures if type(figure).__name__ == "Bars")
+    assert bars.parts[-1][0] == "other"
+    assert "other is what no stage takes" in section.notes[1]
+    # Stages that the figure has no part for are named below it.
+    names = [f"kernel_{index}" for index in range(9)]
+    lines = [
+        {**line, "metrics": {**line["metrics"], "attention_ms": 90.0, "stage_ms": dict.fromkeys(names, 9.0)}}
+        for line in measured.lines
+        if line["context"] == 400
+    ]
+    (bars,) = Latency.report(lines)[0].figures
+    assert [name for name, _ in bars.parts] == [*names[:7], "other"]
+    assert list(bars.parts[-1][1]) == [pytest.approx(27.0)] * len(lines)
+    assert "kernel_7, kernel_8: part of other here" in bars.caption
 
 
 def test_no_lines_no_report():

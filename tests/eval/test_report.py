@@ -5,6 +5,7 @@ import math
 import pytest
 from rich.console import Console
 
+from sparsesel.eval.answers import score_tables
 from sparsesel.eval.report import reference_of, report, rows_by_context
 from sparsesel.eval.tables import renderables
 from sparsesel.eval.tasks.perplexity import perplexity, ratio
@@ -130,14 +131,40 @@ def test_no_lines_no_report():
     assert report([]) == []
 
 
-def test_an_interval_over_documents_is_there_if_there_are_several():
-    assert "95% interval" not in rendered([each for each in LINES if each["document"] == 0])
-    text = rendered(LINES)
+def test_an_interval_over_documents_is_there_if_there_are_enough():
+    few = [line("mine", document, 20.0 + document) for document in range(4)]
+    text = rendered(few)
+    assert "95% interval" not in text
+    assert "Fewer than 5 documents are too few for an interval." in text
+    text = rendered([*few, line("mine", 4, 24.0)])
     (row,) = [r for r in text.partition("95% interval")[2].splitlines() if r.startswith("mine")]
     low, high = map(float, row.split()[1:])
-    assert math.exp(2.0) == pytest.approx(low, abs=1e-3)  # both documents drawn are the first one
-    assert math.exp(3.0) == pytest.approx(high, abs=1e-3)
-    assert text == rendered(LINES)
+    assert math.exp(2.0) < low < math.exp(2.2) < high < math.exp(2.4)
+    assert "too few" not in text
+    assert text == rendered([*few, line("mine", 4, 24.0)])
+
+
+def test_documents_that_all_agree_give_no_interval():
+    """It would have no width, as if there were no doubt."""
+    assert "95% interval" not in rendered([line("mine", document, 20.0) for document in range(9)])
+
+
+@pytest.mark.parametrize(("trials", "low", "high"), [(4, "too few", "–"), (9, "–", "–"), (10, "0.700", "1.000")])
+def test_scores_have_their_number_beside_them_and_no_interval_that_says_nothing(trials, low, high):
+    scores = [0.0 if trial == 9 else 1.0 for trial in range(trials)]
+    lines = [{**line("full", d, 1.0, score=score), "provenance": {"parameters": {}}} for d, score in enumerate(scores)]
+    rows = rows_by_context(lines)[64]
+    cells, overall = score_tables(rows, lambda _: ("all",), title="cells", overall="overall")
+    found = {column.heading: column.cells[0] for column in overall.columns}
+    assert (found["of"], found["from"], found["to"]) == (str(trials), low, high)
+    assert cells.columns[0].ranked
+
+
+def test_one_document_ranks_nothing():
+    alone = [each for each in LINES if each["document"] == 0]
+    for lines, ranked in ((alone, False), (LINES, False), ([e for e in LINES if e["selector"] != "exact"], True)):
+        table = report(lines)[0].tables[0]
+        assert [column.ranked for column in table.columns if column.better] == [ranked] * 3
 
 
 def test_results_of_a_task_that_is_gone_are_said():

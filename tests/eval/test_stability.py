@@ -13,6 +13,7 @@ from sparsesel.eval.decode import Prefill
 from sparsesel.eval.tasks.perplexity import score
 from sparsesel.eval.tasks.stability import Stability, StabilityConfig, autoregressive, teacher_forced
 from sparsesel.hf import compat
+from sparsesel.registry import registry
 
 STEPS, BIN = 22, 8
 EXACT, REUSING = "exact_topk,topk=8", "retopk,topk=8,similarity_threshold=0.3"
@@ -135,6 +136,17 @@ def test_what_no_selector_takes_is_refused(fields, error):
 def test_a_task_that_makes_no_sense_is_refused(model_folder, text_file, fields, error):
     with pytest.raises(InputError, match=error):
         run("stability", str(model_folder), ["retopk"], contexts=[120], texts=[str(text_file)], **fields)
+
+
+def test_a_list_as_one_value_is_refused_with_how_to_give_several():
+    with pytest.raises(InputError, match="repeat the option: --values 0 --values 16") as error:
+        registry().make_task_config("stability", {"values": [[0, 16]]})
+    assert "sparsesel show stability" in error.value.remedy
+    with pytest.raises(InputError, match="repeat the option: --variants single --variants multikey"):
+        registry().make_task_config("niah", {"variants": ["single, multikey"]})
+    with pytest.raises(InputError) as error:
+        registry().make_task_config("stability", {"values": [None]})
+    assert "repeat" not in error.value.remedy
 
 
 def test_a_run_reports(model_folder, text_file):

@@ -190,7 +190,7 @@ def test_ablations_stand_beside_the_full_method(measured):
     assert list(section.tables[0].rows) == [
         "full",
         "exact_topk",
-        "full method",
+        "retopk as given",
         "recent-R retrieval",
         "R = 1",
         "C = 3",
@@ -213,6 +213,23 @@ def test_only_documents_that_all_have_are_compared(measured):
     own = next(line for line in lines if line["selector"] == "full" and line["document"] == 1)
     assert ppl["full"] == pytest.approx(own["metrics"]["perplexity"])
     assert "1 document" in table.title
+
+
+def test_a_variant_that_changed_nothing_is_said(measured):
+    for task in (Sensitivity, Ablation):
+        lines = [line for line in measured[task.__name__.lower()].lines if line["context"] == 64]
+        assert "exactly the base" not in " ".join(task.report(lines)[0].notes)
+        base = {line["document"]: line["metrics"] for line in lines if line["selector"] == BASE}
+        field, value = ("similarity_threshold", 0.1) if task is Sensitivity else ("window_size", 0)
+        made = [
+            {**line, "metrics": {**base[line["document"]], "ms_per_step": 7.0, "given": False}}
+            if line["selector"] == varied(BASE, field, value)
+            else line
+            for line in lines
+        ]
+        note = task.report(made)[0].notes[-1]
+        name = "similarity_threshold = 0.1" if task is Sensitivity else "W = 0"
+        assert note.startswith(f"{BASE}, context 64: {name} gave exactly the base's results: what it changes did not")
 
 
 def test_no_lines_no_report():

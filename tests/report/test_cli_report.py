@@ -100,6 +100,7 @@ def test_bad_input_is_refused(results, tmp_path, what):
     assert result.exit_code == 2
     assert "expected" in result.output
     assert (tmp_path / "file").read_text() == "x"
+    assert ("which has no results.jsonl" in " ".join(result.output.split())) == (what == "no results")
 
 
 def test_differences_are_marked_on_the_terminal(results):

@@ -140,3 +140,12 @@ def test_a_task_without_a_text_has_no_other_one(lines):
             del line["provenance"]["parameters"]["text"]
             line["provenance"]["data_sha256"] = "e" * 64
     assert differences(made) == []
+
+
+def test_a_line_made_of_no_text_has_no_other_one(lines):
+    made = copy.deepcopy(lines)
+    for line in made:
+        if line["task"] == "niah":
+            line["provenance"]["data_sha256"] = None
+            line["provenance"]["parameters"]["text"] = "random tokens"
+    assert differences(made) == []

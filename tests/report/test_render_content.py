@@ -47,7 +47,9 @@ def write_results(folder, lines, tail=""):
 )
 def test_the_best_and_second_best_are_marked_references_apart(better, values, expected):
     column = Column("PPL", values, 1, better=better)
-    assert marks(Table("t", list("abcde"), [column], references=1), column) == expected
+    table = Table("t", list("abcde"), [column], references=1)
+    assert marks(table, column) == expected
+    assert marks(table, dataclasses.replace(column, ranked=False)) == [""] * 5
 
 
 def test_headings_have_their_unit():

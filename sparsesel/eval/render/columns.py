@@ -10,14 +10,15 @@ Mark = Literal["", "best", "second"]
 def marks(table: Table, column: Column) -> list[Mark]:
     """A mark for each row. References take no part; cells that show the same number are marked the same.
 
-    Where fewer than two different numbers are shown, none is better than another, and none is marked.
+    Where fewer than two different numbers are shown, none is better than another, and none is marked; nor
+    where one document alone says which is.
     """
     shown = {
         cell: value
         for cell, value in list(zip(column.cells, column.values, strict=True))[table.references :]
         if isinstance(value, int | float) and value == value
     }
-    if not column.better or len(shown) < 2:
+    if not column.better or not column.ranked or len(shown) < 2:
         return [""] * len(table.rows)
     best, second = sorted(shown, key=lambda cell: shown[cell], reverse=column.better == "more")[:2]
     ranked: dict[str, Mark] = {best: "best", second: "second"}

@@ -179,10 +179,11 @@ def _read(folder: Path) -> tuple[Sequence[tuple[int, Line]], list[str]]:
     try:
         numbered, problems = scan_results(folder)
     except OSError as error:
+        missing = isinstance(error, FileNotFoundError) and folder.is_dir()
         raise InputError(
             "DIR",
             expected=f"a folder of results, with a file {RESULTS}",
-            got=f"{folder}: {error.strerror}",
+            got=f"{folder}, which has no {RESULTS}" if missing else f"{folder}: {error.strerror}",
             remedy="Name the folder that `sparsesel eval … --out` wrote to.",
         ) from error
     if not numbered:

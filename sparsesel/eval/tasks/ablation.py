@@ -8,7 +8,7 @@ from pydantic import Field
 from sparsesel.config import MAX_COUNT, SelectorConfig
 from sparsesel.eval.figures import Figure, Marks
 from sparsesel.eval.report import Line, Row, about, rows_by_context
-from sparsesel.eval.sweep import Sweep, bases, common, cost_columns, cost_note, field_changed
+from sparsesel.eval.sweep import Sweep, bases, common, cost_columns, cost_note, field_changed, unmoved_note
 from sparsesel.eval.tables import Section, Table
 from sparsesel.eval.tasks.perplexity import PerplexityConfig, perplexity
 
@@ -61,6 +61,7 @@ class Ablation(Sweep):
             return []
         tables: list[Table] = []
         figures: list[Figure] = []
+        notes = [cost_note(lines)]
         for context, rows in rows_by_context(lines).items():
             named = bases(rows)
             for base in named:
@@ -69,10 +70,11 @@ class Ablation(Sweep):
                 members = common([*references, base, *(row for _, row in variants)])
                 if not variants or not members:
                     continue
-                names = [row.selector for row in references] + ["full method"] + [name for name, _ in variants]
+                names = [row.selector for row in references] + ["retopk as given"] + [name for name, _ in variants]
                 tables.append(_table(context, base, names, members, len(references)))
                 figures.append(_figure(context, base, names, members))
-        return [Section("Ablation", tables, about(lines), (cost_note(lines),), figures)]
+                notes += unmoved_note(base, variants)
+        return [Section("Ablation", tables, about(lines), notes, figures)]
 
 
 def _name(config: Mapping[str, Any], base: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ What no memory holds is modelled: attention grows with the bytes that it reads, 
 import random
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -85,7 +86,13 @@ class E2e(Task[E2eConfig]):
             generator = random.Random(f"{setting.seed} {context}")
             tokens, text = tuple(generator.choices(range(setting.model_config.vocab_size), k=context)), "random tokens"
         steps = self.steps(context, document)
-        return Case(tokens=tokens, prefill=context - steps, steps=steps, details={"text": text})
+        return Case(
+            tokens=tokens,
+            prefill=context - steps,
+            steps=steps,
+            details={"text": text},
+            from_texts=self.config.prompt == "text",
+        )
 
     def measure(self, bench: Bench, case: Case, specs: Sequence[str]) -> Iterator[tuple[str, Metrics]]:
         """Decode the last tokens with each selector, teacher-forced.
@@ -151,11 +158,12 @@ class E2e(Task[E2eConfig]):
         tables = [_measured(context, rows) for context, rows in by_context.items()]
         tables += _modelled(by_context)
         caption = _where(lines)
+        notes = (caption, _NOTE, *_unmodelled(by_context))
         figures: list[Figure] = [
             *_curves(by_context, caption),
             *(_bars(c, rows, caption) for c, rows in by_context.items()),
         ]
-        return [Section("Whole-model decoding", tables, about(lines), (caption, _NOTE), figures)]
+        return [Section("Whole-model decoding", tables, about(lines), notes, figures)]
 
 
 _NOTE = (
@@ -164,39 +172,72 @@ _NOTE = (
     "projections, MLPs, the output and, of the host, launching. MB modelled: what attention reads by design. "
     "Modelled contexts: outside attention as at the longest context measured; attention by the bytes that it reads "
     "there, with the same shares of paths and candidates, along the line through times and bytes of the two longest"
-    " contexts measured, or in proportion where there is no line that rises from no less than 0. An extrapolation, "
-    "not a measurement."
+    " contexts measured; where one alone was measured, in proportion to bytes. An extrapolation, not a measurement."
 )
 
 
-def modelled(measured: Mapping[int, Row]) -> dict[int, tuple[float, float]]:
-    """Context to (ms per token, share outside attention) of what is modelled of one selector.
+@dataclass(frozen=True)
+class Modelled:
+    """What is modelled of one selector.
+
+    Attributes:
+        times: Context to (ms per token, share outside attention).
+        problem: Why there are none, empty otherwise.
+    """
+
+    times: Mapping[int, tuple[float, float]]
+    problem: str = ""
+
+
+def modelled(measured: Mapping[int, Row], contexts: Sequence[int]) -> Modelled:
+    """Times of one selector at the contexts that its longest one names, each in the same way as every selector's.
 
     Args:
         measured: Its row at each context measured.
+        contexts: The longest two contexts that any selector was measured at, or the only one; ascending.
     """
-    rows = [measured[context] for context in sorted(measured)]
+    if missing := [context for context in contexts if context not in measured]:
+        return Modelled({}, f"it was not measured at context {missing[0]}")
+    rows = [measured[context] for context in contexts]
     last = next(iter(rows[-1].lines.values()))["metrics"]
     points = [(row.step_bytes, row.mean("attention_ms")) for row in rows]
     known = [(read, taken) for read, taken in points if read is not None and taken is not None]
-    if len(known) < len(points):  # its cost is not known
-        return {}
-    fixed, slope = _growth(known)
+    if not last["modelled_contexts"]:
+        return Modelled({})
+    if len(known) < len(points):
+        return Modelled({}, "its cost is not known")
+    fixed, slope = 0.0, known[-1][1] / known[-1][0]
+    if len(known) > 1:
+        (less, sooner), (read, taken) = known
+        if less == read and set(last["modelled_bytes"]) == {read}:  # it reads as much at any length
+            fixed, slope = taken, 0.0
+        elif less >= read or sooner >= taken:
+            what = "read no more" if less >= read else "took no longer"
+            return Modelled({}, f"context {contexts[-1]} {what} than context {contexts[0]}")
+        else:
+            slope = (taken - sooner) / (read - less)
+            fixed = taken - slope * read
+            if fixed < 0:
+                return Modelled({}, "the line through its times would begin below 0")
     found: dict[int, tuple[float, float]] = {}
     for context, read in zip(last["modelled_contexts"], last["modelled_bytes"], strict=True):
         total = last["non_attention_ms"] + fixed + slope * read
         found[context] = (total, last["non_attention_ms"] / total)
-    return found
+    return Modelled(found)
 
 
-def _growth(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Time that does not grow and time of a byte, from (bytes, time) by ascending context."""
-    read, taken = points[-1]
-    if len(points) > 1 and points[-2][0] < read:
-        slope = (taken - points[-2][1]) / (read - points[-2][0])
-        if slope > 0 and (fixed := taken - slope * read) >= 0:
-            return fixed, slope
-    return 0.0, taken / read
+def _unmodelled(by_context: Mapping[int, Sequence[Row]]) -> list[str]:
+    """Which selectors are not modelled, and why."""
+    found = [f"{name}: {one.problem}" for name, one in _models(by_context).items() if one.problem and not one.times]
+    if not found or not any(row.values("modelled_contexts") for rows in by_context.values() for row in rows):
+        return []
+    return [f"Not modelled, {'; '.join(found)}. Measure longer contexts, or more --steps."]
+
+
+def _models(by_context: Mapping[int, Sequence[Row]]) -> dict[str, Modelled]:
+    """What is modelled of each selector measured."""
+    contexts = sorted(by_context)[-2:]
+    return {name: modelled(rows, contexts) for name, rows in _by_selector(by_context).items()}
 
 
 def _where(lines: Sequence[Line]) -> str:
@@ -249,16 +290,16 @@ def _by_selector(by_context: Mapping[int, Sequence[Row]]) -> dict[str, dict[int,
 
 def _modelled(by_context: Mapping[int, Sequence[Row]]) -> list[Table]:
     """One table for each context modelled."""
-    longest = max(by_context)
-    rows, measured = by_context[longest], _by_selector(by_context)
-    results = [modelled(measured[row.selector]) for row in rows]
+    rows, models = by_context[max(by_context)], _models(by_context)
+    results = [models[row.selector].times for row in rows]
+    how = "along the line through two contexts" if len(by_context) > 1 else "in proportion to bytes"
     tables: list[Table] = []
     for context in sorted({context for result in results for context in result}):
         times = [result[context][0] if context in result else None for result in results]
         shares = [result[context][1] if context in result else None for result in results]
         tables.append(
             Table(
-                f"One token, context {context}, modelled",
+                f"One token, context {context}, modelled {how}",
                 [row.selector for row in rows],
                 [
                     Column("ms per\ntoken", times, 2, better="less"),
@@ -276,11 +317,12 @@ def _curves(by_context: Mapping[int, Sequence[Row]], caption: str) -> list[Figur
     """Time and share outside attention, what is measured and, by a name that says so, what is modelled."""
     times: list[Series] = []
     shares: list[Series] = []
+    models = _models(by_context)
     for name, own in _by_selector(by_context).items():
         measured = [
             (context, row.mean("ms_per_token"), row.mean("non_attention_share")) for context, row in own.items()
         ]
-        beyond = [(context, *pair) for context, pair in modelled(own).items()]
+        beyond = [(context, *pair) for context, pair in models[name].times.items()]
         curves = [(name, measured)] + [(f"{name} (modelled)", [measured[-1], *beyond])] * bool(beyond)
         for label, points in curves:
             places = [context for context, _, _ in points]

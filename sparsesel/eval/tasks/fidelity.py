@@ -15,7 +15,7 @@ from sparsesel.config import MAX_COUNT
 from sparsesel.errors import InputError
 from sparsesel.eval.binning import bin_means, bin_sums, middles, pooled
 from sparsesel.eval.figures import Curves, Figure, HeatMap, Marks, Series
-from sparsesel.eval.report import Line, Row, about, measured_on, rows_by_context, work_columns
+from sparsesel.eval.report import Line, Row, about, measured_on, rankable, rows_by_context, work_columns
 from sparsesel.eval.tables import Column, Section, Table
 from sparsesel.eval.task import Bench, Case, Metrics, Setting
 from sparsesel.eval.tasks.perplexity import Perplexity, PerplexityConfig, score
@@ -239,6 +239,7 @@ def _tables(context: int, rows: Sequence[Row]) -> list[Table]:
                 [_weighted(row, name + suffix, weight) for row in rows],
                 4,
                 better="less" if name == "relative_error" else "more",
+                ranked=rankable(rows),
             )
             for name, title in _MEASURES.items()
         ]

@@ -28,6 +28,7 @@ _COUNTING = ("perplexity", "fidelity", "sensitivity", "ablation")  # tasks whose
 _SHARES = ("exact_share", "reuse_share", "refresh_share", "miss_share")
 _LEAST_PROMPT = 40
 _WIDEST = 65_536  # heads of a layer, or channels of a head
+_OTHER = "other"  # of stages: what nobody names
 _PARTS = 7  # of a bar, beside the last
 _UNTIMED = 6  # steps beside those of the field
 
@@ -166,7 +167,7 @@ class Latency(Task[LatencyConfig]):
     def prepare(self, setting: Setting, context: int, document: int) -> Case:
         """No prompt: everything is random."""
         details = {"context": context, **({} if self._mix is not None else {"path_mix_folder": self.config.path_mix})}
-        return Case(tokens=(), prefill=0, steps=self.steps(context, document), details=details)
+        return Case(tokens=(), prefill=0, steps=self.steps(context, document), details=details, from_texts=False)
 
     def measure(self, bench: Bench, case: Case, specs: Sequence[str]) -> Iterator[tuple[str, Metrics]]:
         """Time all selectors in turn, then say of each what was found.
@@ -355,9 +356,9 @@ _NOTE = (
     "with the fastest and the slowest repeats instead. ×exact, ×full: speedups over these, by time where measured, "
     "by bytes where modelled. MB: what a step reads by design, with the paths taken and candidates counted; "
     "roofline: time that these bytes take at the bandwidth over the time measured. Stages are timed in steps of "
-    "their own, in which timing every operation takes time too, so that they may add up to more; rest is what no "
-    "kernel or operation takes: Python, or gaps between kernels. On a GPU times are the device's own, without "
-    "launching. Queries, keys and values are random; how often heads cannot reuse is set."
+    "their own, in which timing every operation takes time too, so that they may add up to more; other is what no "
+    "stage takes: operations beside them, Python, or gaps between kernels. On a GPU times are the device's own, "
+    "without launching. Queries, keys and values are random; how often heads cannot reuse is set."
 )
 
 
@@ -442,20 +443,20 @@ def _scaled(value: float | None) -> float | None:
 
 
 def stages_of(row: Row) -> dict[str, float]:
-    """Milliseconds of each stage of a row, with what is left of the whole."""
+    """Milliseconds of each stage of a row; what is left of the whole is part of `other`."""
     (line,) = list(row.lines.values())[:1]
     stages = dict(line["metrics"]["stage_ms"])
     rest = line["metrics"]["attention_ms"] - sum(stages.values())
-    return {**stages, "rest": rest} if rest > 0 else stages
+    return {**stages, _OTHER: stages.get(_OTHER, 0.0) + rest} if rest > 0 else stages
 
 
 def _stage_names(rows: Sequence[Row]) -> list[str]:
-    """Every stage, the longest first, `rest` last."""
+    """Every stage, the longest first, `other` last."""
     total: dict[str, float] = {}
     for row in rows:
         for stage, taken in stages_of(row).items():
             total[stage] = total.get(stage, 0.0) + taken
-    return sorted(total, key=lambda stage: (stage == "rest", -total[stage]))
+    return sorted(total, key=lambda stage: (stage == _OTHER, -total[stage]))
 
 
 def _stages(context: int, rows: Sequence[Row]) -> Table:
@@ -468,15 +469,16 @@ def _stages(context: int, rows: Sequence[Row]) -> Table:
 
 def _bars(context: int, rows: Sequence[Row], caption: str) -> Bars:
     """The longest stages, all else in one part: more would not be told apart."""
-    names = [name for name in _stage_names(rows) if name not in ("other", "rest")][:_PARTS]
+    every = [name for name in _stage_names(rows) if name != _OTHER]
+    names, dropped = every[:_PARTS], every[_PARTS:]
     parts = [(name, [stages_of(row).get(name, 0.0) for row in rows]) for name in names]
     others = [sum(taken for name, taken in stages_of(row).items() if name not in names) for row in rows]
     return Bars(
         f"Stages of a token's attention, context {context}",
         "ms per token, all layers",
         [row.selector for row in rows],
-        [*parts, ("everything else", others)],
-        caption=caption,
+        [*parts, (_OTHER, others)],
+        caption=caption + f" {', '.join(dropped)}: part of {_OTHER} here." * bool(dropped),
     )
 
 

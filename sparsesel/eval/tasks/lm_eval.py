@@ -136,6 +136,7 @@ class LmEval(Task[LmEvalConfig]):
             steps=sum(new for _, new in prompts),
             truncation=f"the beginning of {cut} of {len(prompts)} prompts" if cut else "none",
             details={"text": name, "context": context, "prompts": len(prompts), "harness_version": task.VERSION},
+            from_texts=False,
         )
 
     def measure(self, bench: Bench, case: Case, specs: Sequence[str]) -> Iterator[tuple[str, Metrics]]:

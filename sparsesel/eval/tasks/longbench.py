@@ -174,6 +174,7 @@ class LongBench(Task[LongBenchConfig]):
             steps=rules.new_tokens,
             truncation=f"{left_out} tokens in the middle" if left_out else "none",
             details={"text": self._data[subset].name, "answers": list(question.answers)},
+            from_texts=False,
             answers=question.answers,
             subset=subset,
         )

@@ -16,10 +16,13 @@ from pydantic import Field
 from sparsesel.config import MAX_COUNT, TaskConfig
 from sparsesel.errors import InputError
 from sparsesel.eval.report import (
+    FEWEST,
+    TOO_FEW,
     Line,
     Row,
     about,
     bootstrap,
+    rankable,
     reference_of,
     rows_by_context,
     work_columns,
@@ -120,8 +123,10 @@ class Perplexity(Task[PerplexityConfig]):
         """One table for each context (perplexity, ratios, path shares, cost), and intervals over documents."""
         if not lines:
             return []
-        tables = [table for context, rows in rows_by_context(lines).items() for table in _tables(context, rows)]
-        return [Section("Perplexity", tables, about(lines), (work_note(lines),))]
+        by_context = rows_by_context(lines)
+        tables = [table for context, rows in by_context.items() for table in _tables(context, rows)]
+        few = [row for rows in by_context.values() for row in rows if len(row.lines) < FEWEST]
+        return [Section("Perplexity", tables, about(lines), (work_note(lines), *[TOO_FEW] * bool(few)))]
 
     def _documents(self, setting: Setting) -> int:
         return len(setting.texts) if self.config.documents is None else self.config.documents
@@ -179,10 +184,12 @@ def _tables(context: int, rows: Sequence[Row]) -> list[Table]:
     documents = max(len(row.lines) for row in rows)
     scored = next(iter(rows[0].lines.values()))["metrics"]["tokens"]
     several = f"{documents} document{'s' * (documents > 1)}"
+    to_exact, to_full = ([ratio(row, reference_of(row, rows, name)) for row in rows] for name in ("exact_topk", "full"))
+    ranked = rankable(rows)
     columns = [
-        Column("PPL", [perplexity(row.lines.values()) for row in rows], 3, better="less"),
-        Column("÷exact", [ratio(row, reference_of(row, rows, "exact_topk")) for row in rows], 4, better="less"),
-        Column("÷full", [ratio(row, reference_of(row, rows, "full")) for row in rows], 4, better="less"),
+        Column("PPL", [perplexity(row.lines.values()) for row in rows], 3, better="less", ranked=ranked),
+        Column("÷exact", to_exact, 4, better="less", ranked=ranked),
+        Column("÷full", to_full, 4, better="less", ranked=ranked),
         *work_columns(rows),
     ]
     if any(len(row.lines) != documents for row in rows):

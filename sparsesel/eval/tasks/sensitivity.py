@@ -10,7 +10,7 @@ from sparsesel.config import AnyConfig, SelectorConfig, unknown_name
 from sparsesel.errors import InputError
 from sparsesel.eval.figures import Curves, Figure, Series
 from sparsesel.eval.report import REFERENCES, Line, Row, about, rows_by_context
-from sparsesel.eval.sweep import Sweep, bases, changed, common, cost_columns, cost_note, field_changed
+from sparsesel.eval.sweep import Sweep, bases, changed, common, cost_columns, cost_note, field_changed, unmoved_note
 from sparsesel.eval.tables import Section, Table
 from sparsesel.eval.tasks.perplexity import PerplexityConfig, perplexity
 
@@ -95,18 +95,21 @@ class Sensitivity(Sweep):
             return []
         tables: list[Table] = []
         curves: dict[str, list[tuple[str, list[tuple[float, Row]]]]] = {}
+        notes = [cost_note(lines)]
         for context, rows in rows_by_context(lines).items():
             named = bases(rows)
             for base in named:
                 for field, sweep in _sweeps(base, rows).items():
                     references = [row for row in named if row.is_reference and row is not base]
                     tables.append(_table(context, base, field, sweep, references))
+                    variants = [row for row in sweep if row.selector != base.selector]
+                    notes += unmoved_note(base, [(f"{field} = {_shown(row.config[field])}", row) for row in variants])
                     placed = [(x, row) for row in sweep if (x := _number(row.config[field])) is not None]
                     if len(placed) > 1:
                         name = f"{base.selector}, context {context}"
                         curves.setdefault(field, []).append((name, sorted(placed, key=lambda pair: pair[0])))
         figures = [figure for field, series in curves.items() for figure in _figures(field, series, cost_note(lines))]
-        return [Section("Sensitivity", tables, about(lines), (cost_note(lines),), figures)]
+        return [Section("Sensitivity", tables, about(lines), notes, figures)]
 
 
 def _around(config: SelectorConfig) -> Iterator[tuple[str, Any]]:

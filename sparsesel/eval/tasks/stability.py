@@ -16,7 +16,17 @@ from pydantic import Field
 from sparsesel.config import MAX_COUNT, AnyConfig, LayeredConfig, TaskConfig, unknown_name
 from sparsesel.errors import InputError
 from sparsesel.eval.figures import Curves, Series
-from sparsesel.eval.report import Line, Row, about, budget_of, reference_of, rows_by_context, work_columns, work_note
+from sparsesel.eval.report import (
+    Line,
+    Row,
+    about,
+    budget_of,
+    rankable,
+    reference_of,
+    rows_by_context,
+    work_columns,
+    work_note,
+)
 from sparsesel.eval.sweep import changed, varied
 from sparsesel.eval.tables import Column, Section, Table
 from sparsesel.eval.task import Bench, Case, Metrics, Setting, Task
@@ -276,13 +286,15 @@ def _tables(context: int, rows: Sequence[Row]) -> list[Table]:
     documents = max(len(row.lines) for row in rows)
     metrics = next(iter(rows[0].lines.values()))["metrics"]
     names, references = [row.selector for row in rows], sum(row.is_reference for row in rows)
+    relative = [None if one is None else one - 1 for one in ratios]
+    ranked = rankable(rows)
     columns = [
-        Column("PPL", [perplexity(row.lines.values()) for row in rows], 3, better="less"),
-        Column("ΔPPL", [None if one is None else one - 1 for one in ratios], 2, percent=True, better="less"),
-        Column("worst\nup to", [_largest(one) for one in running], 2, percent=True, better="less"),
+        Column("PPL", [perplexity(row.lines.values()) for row in rows], 3, better="less", ranked=ranked),
+        Column("ΔPPL", relative, 2, percent=True, better="less", ranked=ranked),
+        Column("worst\nup to", [_largest(one) for one in running], 2, percent=True, better="less", ranked=ranked),
         Column("last\nbin", [one[-1] if one else None for one in changes], 2, percent=True),
-        Column("KL", [row.mean("kl") for row in rows], 4, better="less"),
-        Column("same\ntoken", [row.mean("agreement") for row in rows], 1, percent=True, better="more"),
+        Column("KL", [row.mean("kl") for row in rows], 4, better="less", ranked=ranked),
+        Column("same\ntoken", [row.mean("agreement") for row in rows], 1, percent=True, better="more", ranked=ranked),
     ]
     work = [column for column in work_columns(rows) if any(value is not None for value in column.values)]
     where = f"context {context}, {documents} document{'s' * (documents > 1)}"
