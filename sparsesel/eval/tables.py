@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rich import box
+from rich.cells import cell_len
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from sparsesel.eval.figures import Figure
 
-_NARROW = 80  # columns that a table of usual numbers and names takes
+_WIDTH = 80
+_NAME = 14  # columns that a row's name has at least, if it is as long; longer ones are folded where there is no room
 
 Value = float | int | str | None
 
@@ -88,20 +90,36 @@ class Section:
     figures: Sequence[Figure] = ()
 
 
-def renderables(sections: Sequence[Section], *, width: int = _NARROW) -> list[RichTable | Text]:
-    """Sections for a terminal of `width` columns; on a narrow one, tables with details come in two parts."""
+def renderables(sections: Sequence[Section], *, width: int = _WIDTH) -> list[RichTable | Text]:
+    """Sections for a terminal of `width` columns; tables that are wider come in several parts, none of them cut."""
     parts: list[RichTable | Text] = []
     for section in sections:
         if section.about:
             parts.append(Text(printable(section.about)))
         for table in section.tables:
-            detailed = [column for column in table.columns if column.detail]
-            if width < _NARROW and detailed:
-                parts.append(_rich(table, [column for column in table.columns if not column.detail], table.title))
-                parts.append(_rich(table, detailed, ""))
-            else:
-                parts.append(_rich(table, table.columns, table.title))
+            for index, columns in enumerate(_split(table, width)):
+                parts.append(_rich(table, columns, "" if index else table.title))
         parts += [Text(printable(note), "dim") for note in section.notes]
+    return parts
+
+
+def _split(table: Table, width: int) -> list[list[Column]]:
+    """The columns in as few parts as fit beside the names of rows; details begin a part of their own if not all fit."""
+    room = width - min(_NAME, max(map(cell_len, (table.kind, *map(printable, table.rows)))))
+    wide = {
+        id(column): 1 + max(map(cell_len, (*column.heading.split("\n"), *column.cells))) for column in table.columns
+    }
+    if sum(wide.values()) <= room:
+        return [list(table.columns)]
+    parts: list[list[Column]] = []
+    for group in ([c for c in table.columns if not c.detail], [c for c in table.columns if c.detail]):
+        left = 0
+        for column in group:
+            if column is group[0] or wide[id(column)] > left:
+                parts.append([])
+                left = room
+            parts[-1].append(column)
+            left -= wide[id(column)]
     return parts
 
 

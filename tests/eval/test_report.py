@@ -1,13 +1,16 @@
 """The table's numbers follow from the result lines."""
 
+import io
 import math
+from collections import Counter
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from sparsesel.eval.answers import score_tables
 from sparsesel.eval.report import reference_of, report, rows_by_context
-from sparsesel.eval.tables import renderables
+from sparsesel.eval.tables import Column, Section, Table, renderables
 from sparsesel.eval.tasks.perplexity import perplexity, ratio
 
 
@@ -171,3 +174,24 @@ def test_results_of_a_task_that_is_gone_are_said():
     text = rendered([*LINES, {**LINES[0], "task": "gone"}])
     assert "1 results of 'gone' are not shown" in " ".join(text.split())
     assert "Perplexity, context 64" in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+@pytest.mark.parametrize("details", [0, 3])
+def test_no_table_is_cut_or_wider_than_the_terminal(width, details):
+    """Whatever there is of it: every name and number is there as often as there are parts, whole."""
+    names = ["retopk", "streaming_llm", "full"]
+    columns = [
+        Column(f"metric{i}\nnumber", [10**i + row for row in range(3)], 2, detail=i >= 9 - details) for i in range(9)
+    ]
+    table = Table("title", names, columns)
+    tables = [part for part in renderables([Section("s", [table])], width=width) if not isinstance(part, Text)]
+    console = Console(width=width, file=io.StringIO())
+    for part in tables:
+        console.print(part)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    words = Counter(" ".join(lines).split())
+    assert all(words[cell] == 1 for column in columns for cell in column.cells)
+    assert words["retopk"] == len(tables)
+    assert (len(tables) == 1) == (width == 200)

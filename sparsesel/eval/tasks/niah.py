@@ -219,6 +219,7 @@ class Niah(Task[NiahConfig]):
             steps=new,
             details={"text": name, "values": list(hidden.values)},
             values=hidden.values,
+            from_texts=haystack == "prose",
         )
 
     def measure(self, bench: Bench, case: Case, specs: Sequence[str]) -> Iterator[tuple[str, Metrics]]:
