@@ -1,6 +1,7 @@
 """For every test: no network, no cache of the user's, memory poisoned before it is written, shapes checked."""
 
 import functools
+import importlib
 import importlib.util
 import os
 import sys
@@ -33,6 +34,10 @@ CHECKED += [
     if path.stem not in ("plugin", "config", "kernels")
 ]
 install_import_hook(CHECKED, "beartype.beartype")
+
+# Its width is settled when it is loaded, if COLUMNS is set then: tests set it later, each for itself.
+os.environ.pop("COLUMNS", None)
+importlib.import_module("sparsesel.cli.console")
 
 # Tensors in tests are tiny: threads would only wait for one another.
 THREADS = torch.get_num_threads()

@@ -97,8 +97,9 @@ def renderables(sections: Sequence[Section], *, width: int = _WIDTH) -> list[Ric
         if section.about:
             parts.append(Text(printable(section.about)))
         for table in section.tables:
-            for index, columns in enumerate(_split(table, width)):
-                parts.append(_rich(table, columns, "" if index else table.title))
+            if table.title:
+                parts.append(Text(printable(table.title), "italic"))
+            parts += [_rich(table, columns) for columns in _split(table, width)]
         parts += [Text(printable(note), "dim") for note in section.notes]
     return parts
 
@@ -123,14 +124,8 @@ def _split(table: Table, width: int) -> list[list[Column]]:
     return parts
 
 
-def _rich(table: Table, columns: Sequence[Column], title: str) -> RichTable:
-    rich = RichTable(
-        title=Text(printable(title)) if title else None,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        show_edge=False,
-    )
+def _rich(table: Table, columns: Sequence[Column]) -> RichTable:
+    rich = RichTable(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     rich.add_column(table.kind, overflow="fold")
     for column in columns:
         rich.add_column(column.heading, justify="right", no_wrap=True)
