@@ -170,6 +170,7 @@ def test_a_capacity_that_is_no_length_is_refused(model, capacity):
         sparsify(model, "full", capacity=capacity)
 
 
+@interpreted
 def test_a_backward_pass_through_kernels_is_refused(model, prompt):
     """Their outputs have no gradient, which must not just be missing."""
     with sparsify(model, "full", backend="triton"):
