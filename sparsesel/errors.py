@@ -1,5 +1,7 @@
 """What sparsesel raises when it is given something it cannot work with."""
 
+from typing import Self
+
 
 class InputError(ValueError):
     """Bad input: which field, what was expected, what came, and what to do about it.
@@ -17,6 +19,10 @@ class InputError(ValueError):
         self.got = str(got)
         self.remedy = remedy
         super().__init__(f"{field}: expected {expected}; got {self.got}. {remedy}")
+
+    def within(self, place: str) -> Self:
+        """The same of a field that is part of something: "suffix of task perplexity"."""
+        return type(self)(f"{self.field} of {place}", expected=self.expected, got=self.got, remedy=self.remedy)
 
 
 class UnknownNameError(InputError):

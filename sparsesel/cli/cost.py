@@ -5,14 +5,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from sparsesel.cli.console import out, print_json, safe
 from sparsesel.config import build
 from sparsesel.eval.cost import BANDWIDTHS, STRICT, CostConfig, cost_rows, strict_specs
 from sparsesel.eval.selectors import resolve_selectors
+from sparsesel.eval.tables import Column, Section, Table, renderables
 
 if TYPE_CHECKING:
     from sparsesel.eval.cost import CostRow
@@ -76,8 +74,8 @@ def cost(
             style="italic",
             soft_wrap=True,
         )
-        out.print(_reads(here))
-        out.print(_costs(here))
+        for table in renderables([Section("", _tables(here))], width=out.width):
+            out.print(table)
         for row in here:
             if row.assumes:
                 out.print(safe(f"{row.selector}: {row.assumes}."), soft_wrap=True)
@@ -91,36 +89,26 @@ def cost(
     )
 
 
-def _reads(rows: "Sequence[CostRow]") -> Table:
-    """What is read, in MB."""
-    table = _table("reads keys values metadata scores all")
-    for row in rows:
-        parts = (row.key_bytes, row.value_bytes, row.metadata_bytes, row.score_bytes, row.bytes_read)
-        table.add_row(Text(safe(row.selector)), *(f"{value / 1e6:.1f}" for value in parts))
-    return table
+def _tables(rows: "Sequence[CostRow]") -> list[Table]:
+    """What is read, and what that comes to: all of it side by side would not fit into a terminal."""
 
+    def megabytes(heading: str, values: Sequence[float]) -> Column:
+        return Column(heading, [value / 1e6 for value in values], 1)
 
-def _costs(rows: "Sequence[CostRow]") -> Table:
-    """What that comes to."""
-    table = _table("comes~to attended GFLOP state ms over~full over~exact")
-    for row in rows:
-        table.add_row(
-            Text(safe(row.selector)),
-            f"{row.attended:.0f}",
-            f"{row.flops / 1e9:.2f}",
-            f"{row.state_bytes / 1e6:.1f}",
-            f"{row.milliseconds:.3f}",
-            f"{row.speedup_full:.2f}×",
-            f"{row.speedup_exact:.2f}×",
-        )
-    return table
-
-
-def _table(headings: str) -> Table:
-    """Two tables, as all columns in one would not fit into a terminal."""
-    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    first, *others = (heading.replace("~", " ") for heading in headings.split(" "))
-    table.add_column(first, overflow="fold", min_width=14)
-    for heading in others:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+    names = [safe(row.selector) for row in rows]
+    reads = [
+        megabytes("keys", [row.key_bytes for row in rows]),
+        megabytes("values", [row.value_bytes for row in rows]),
+        megabytes("metadata", [row.metadata_bytes for row in rows]),
+        megabytes("scores", [row.score_bytes for row in rows]),
+        megabytes("all", [row.bytes_read for row in rows]),
+    ]
+    costs = [
+        Column("attended", [row.attended for row in rows], 0),
+        Column("GFLOP", [row.flops / 1e9 for row in rows], 2),
+        megabytes("state", [row.state_bytes for row in rows]),
+        Column("ms", [row.milliseconds for row in rows]),
+        Column("over full", [f"{row.speedup_full:.2f}×" for row in rows]),
+        Column("over exact", [f"{row.speedup_exact:.2f}×" for row in rows]),
+    ]
+    return [Table("", names, reads, kind="reads"), Table("", names, costs, kind="comes to")]

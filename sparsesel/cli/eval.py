@@ -93,8 +93,7 @@ def evaluation(
     except InputError as error:  # all that it says of the run comes from the file
         if error.field.removeprefix("--") == "out":
             raise
-        field = f"{error.field} of {config_file}"
-        raise type(error)(field, expected=error.expected, got=error.got, remedy=error.remedy) from None
+        raise error.within(str(config_file)) from None
 
 
 _COMMON: dict[str, Any] = {

@@ -162,14 +162,12 @@ class Scanned:
         lines: Number and content of every result.
         problems: Number of every other line that is no blank one, and what is wrong with it.
         torn: Where an incomplete last line begins, in bytes; None if there is none.
-        size: Bytes in all.
         ended: Whether a new line can be added as it is: the file is empty or ends with a newline.
     """
 
     lines: Sequence[tuple[int, dict[str, Any]]]
     problems: Sequence[tuple[int, str]]
     torn: int | None
-    size: int
     ended: bool
 
 
@@ -197,7 +195,7 @@ def scan(path: Path) -> Scanned:
                 else:
                     problems.append((number, "it is no JSON"))
         offset = end
-    return Scanned(lines, problems, torn, len(data), data[-1:] in (b"", b"\n"))
+    return Scanned(lines, problems, torn, data[-1:] in (b"", b"\n"))
 
 
 def _read(path: Path) -> bytes:

@@ -323,8 +323,7 @@ class Run:
         except InputError as error:
             if len(self._tasks) == 1:
                 raise
-            field = f"{error.field} of task {task}"
-            raise type(error)(field, expected=error.expected, got=error.got, remedy=error.remedy) from error
+            raise error.within(f"task {task}") from error
 
     def _prepare(self, group: Group) -> Case:
         with quiet(), self._naming(group.task):

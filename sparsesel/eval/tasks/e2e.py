@@ -156,11 +156,12 @@ class E2e(Task[E2eConfig]):
             return []
         by_context = rows_by_context(lines)
         tables = [_measured(context, rows) for context, rows in by_context.items()]
-        tables += _modelled(by_context)
+        models = _models(by_context)
+        tables += _modelled(by_context, models)
         caption = _where(lines)
-        notes = (caption, _NOTE, *_unmodelled(by_context))
+        notes = (caption, _NOTE, *_unmodelled(by_context, models))
         figures: list[Figure] = [
-            *_curves(by_context, caption),
+            *_curves(by_context, models, caption),
             *(_bars(c, rows, caption) for c, rows in by_context.items()),
         ]
         return [Section("Whole-model decoding", tables, about(lines), notes, figures)]
@@ -226,9 +227,9 @@ def modelled(measured: Mapping[int, Row], contexts: Sequence[int]) -> Modelled:
     return Modelled(found)
 
 
-def _unmodelled(by_context: Mapping[int, Sequence[Row]]) -> list[str]:
+def _unmodelled(by_context: Mapping[int, Sequence[Row]], models: Mapping[str, Modelled]) -> list[str]:
     """Which selectors are not modelled, and why."""
-    found = [f"{name}: {one.problem}" for name, one in _models(by_context).items() if one.problem and not one.times]
+    found = [f"{name}: {one.problem}" for name, one in models.items() if one.problem and not one.times]
     if not found or not any(row.values("modelled_contexts") for rows in by_context.values() for row in rows):
         return []
     return [f"Not modelled, {'; '.join(found)}. Measure longer contexts, or more --steps."]
@@ -288,9 +289,9 @@ def _by_selector(by_context: Mapping[int, Sequence[Row]]) -> dict[str, dict[int,
     return found
 
 
-def _modelled(by_context: Mapping[int, Sequence[Row]]) -> list[Table]:
+def _modelled(by_context: Mapping[int, Sequence[Row]], models: Mapping[str, Modelled]) -> list[Table]:
     """One table for each context modelled."""
-    rows, models = by_context[max(by_context)], _models(by_context)
+    rows = by_context[max(by_context)]
     results = [models[row.selector].times for row in rows]
     how = "along the line through two contexts" if len(by_context) > 1 else "in proportion to bytes"
     tables: list[Table] = []
@@ -313,11 +314,10 @@ def _modelled(by_context: Mapping[int, Sequence[Row]]) -> list[Table]:
     return tables
 
 
-def _curves(by_context: Mapping[int, Sequence[Row]], caption: str) -> list[Figure]:
+def _curves(by_context: Mapping[int, Sequence[Row]], models: Mapping[str, Modelled], caption: str) -> list[Figure]:
     """Time and share outside attention, what is measured and, by a name that says so, what is modelled."""
     times: list[Series] = []
     shares: list[Series] = []
-    models = _models(by_context)
     for name, own in _by_selector(by_context).items():
         measured = [
             (context, row.mean("ms_per_token"), row.mean("non_attention_share")) for context, row in own.items()
