@@ -22,40 +22,41 @@ SHORTEST = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """What a phase takes beside its kernels.
+class Phase:
+    """What a phase of a generation takes.
 
     Attributes:
+        launches: Its kernels, in order.
         torch_ops: PyTorch operations that do more than allocate or view, each a launch of its own.
         workspace: Bytes that are allocated, outputs among them; all of them, though some are free again before others
             are needed. Room that is made in the state is not among them, nor is what allocators round up to.
     """
 
+    launches: "list[Launch]"
     torch_ops: int
     workspace: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What one layer takes, by phase of a generation: its kernels and the work beside them.
+    """What one layer takes, by phase of a generation.
 
     Attributes:
-        prefill: Kernels of a prompt.
-        first: Those of the first decode step, which may have to catch up on the prompt.
-        step: Those of any later one.
-        prefill_work: Beside the kernels of a prompt.
-        first_work: Beside those of the first decode step.
-        step_work: Beside those of a later one.
+        prefill: A prompt.
+        first: The first decode step, which may have to catch up on the prompt.
+        step: Any later one.
         state: The selector's state after it, on the device "meta".
     """
 
-    prefill: "list[Launch]"
-    first: "list[Launch]"
-    step: "list[Launch]"
-    prefill_work: Work
-    first_work: Work
-    step_work: Work
+    prefill: Phase
+    first: Phase
+    step: Phase
     state: Any
+
+    @property
+    def launches(self) -> "list[Launch]":
+        """The kernels of all phases."""
+        return [*self.prefill.launches, *self.first.launches, *self.step.launches]
 
 
 def trace(
@@ -102,10 +103,10 @@ def trace(
                     selector.attend(query, kv, state, scale=scale)
                 else:
                     discover_and_aggregate(selector, query, kv, state, scale=scale)
-            work = Work(counter.operations, counter.allocated(beside=state.tensors().values()))
-            phases.append((launches, work))
-    (prefill, prefill_work), (first, first_work), (step, step_work) = phases
-    return Trace(prefill, first, step, prefill_work, first_work, step_work, state)
+            allocated = counter.allocated(beside=state.tensors().values())
+            phases.append(Phase(launches, counter.operations, allocated))
+    prefill, first, step = phases
+    return Trace(prefill, first, step, state)
 
 
 class _Counter(TorchDispatchMode):
@@ -245,7 +246,7 @@ def _cannot_be_traced(error: RuntimeError) -> str:
 
 
 def _remark(found: Trace) -> str:
-    kernels = {launch.kernel for launch in [*found.first, *found.step]}
+    kernels = {launch.kernel for launch in [*found.first.launches, *found.step.launches]}
     if not kernels:
         return "A step launches no kernel of Triton's: the selector is made of PyTorch operations alone."
     if all(kernel.startswith("sparsesel.ops.") for kernel in kernels):

@@ -168,7 +168,7 @@ def _of_selector(spec: str, attributes: dict[str, Any], *, length: int, layout: 
     launches = []
     for selector, fused in itertools.product(selectors, (True, False)):
         found = trace(selector, layer, length, **where, fused=fused)
-        launches += [*found.prefill, *found.first, *found.step]
+        launches += found.launches
     return launches
 
 

@@ -177,7 +177,7 @@ def _compiled(found: "Explanation", target: str | None) -> "dict[Any, Resources 
 
     results: dict[Any, Resources | str] = {}
     with err.status(f"Compiling for {target}"):
-        for launch in [*found.trace.prefill, *found.trace.first, *found.trace.step]:
+        for launch in found.trace.launches:
             if launch.configuration in results:
                 continue
             try:
@@ -203,13 +203,12 @@ def _context(context: int, found: "Explanation", compiled: "dict[Any, Resources 
     if found.trace is None:
         return known | {"allocated_state_bytes": None, "torch_ops": None, "workspace_bytes": None, "kernels": None}
     took = found.trace
-    launches = dict(zip(_PHASES, (took.prefill, took.first, took.step), strict=True))
-    work = dict(zip(_PHASES, (took.prefill_work, took.first_work, took.step_work), strict=True))
+    phases = dict(zip(_PHASES, (took.prefill, took.first, took.step), strict=True))
     return known | {
         "allocated_state_bytes": took.state.nbytes(),
-        "torch_ops": {phase: one.torch_ops for phase, one in work.items()},
-        "workspace_bytes": {phase: one.workspace for phase, one in work.items()},
-        "kernels": {phase: [_launch(one, compiled) for one in found] for phase, found in launches.items()},
+        "torch_ops": {name: phase.torch_ops for name, phase in phases.items()},
+        "workspace_bytes": {name: phase.workspace for name, phase in phases.items()},
+        "kernels": {name: [_launch(one, compiled) for one in phase.launches] for name, phase in phases.items()},
     }
 
 

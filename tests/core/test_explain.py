@@ -5,7 +5,7 @@ import torch
 
 from sparsesel import LayerSpec, make_selector
 from sparsesel.errors import InputError
-from sparsesel.explain import SHORTEST, Work, explain, meta_view, trace
+from sparsesel.explain import SHORTEST, Phase, explain, meta_view, trace
 from sparsesel.ops import dense_attention
 from sparsesel.registry import registry
 from sparsesel.rotary import Rotary
@@ -39,15 +39,15 @@ def names(launches):
 
 def test_full_is_two_kernels_and_their_scratch():
     found = trace(make_selector("full"), layer(batch=3), 10_000)
-    assert found.prefill == []
-    assert names(found.first) == names(found.step) == ["dense_attention_kernel", "combine_kernel"]
-    attention, combine = found.step
+    assert found.prefill.launches == []
+    assert names(found.first.launches) == names(found.step.launches) == ["dense_attention_kernel", "combine_kernel"]
+    attention, combine = found.step.launches
     splits = attention.grid[0]
     assert attention.grid == (splits, 2, 3)
     assert combine.grid[0] == 3 * 8
     # Partial results and their log-sum-exp in float32, the output in bfloat16; beside them a few counters.
     scratch = 3 * 8 * (splits * (64 + 2) * 4 + 64 * 2)
-    assert scratch <= found.step_work.workspace <= scratch + 4096
+    assert scratch <= found.step.workspace <= scratch + 4096
     assert found.state.nbytes() == 0
 
 
@@ -55,7 +55,7 @@ def test_full_is_two_kernels_and_their_scratch():
     "changes", [{}, {"page_size": 16}, {"left_padded": True}, {"page_size": 4, "left_padded": True}]
 )
 def test_the_cache_is_as_asked_for(changes):
-    (attention, _) = trace(make_selector("full"), layer(), 100, **changes).step
+    (attention, _) = trace(make_selector("full"), layer(), 100, **changes).step.launches
     constants = dict(attention.constants)
     assert constants["PAGE"] == changes.get("page_size", 0)
     assert ("p_starts" in constants) == (not changes.get("left_padded", False))
@@ -64,12 +64,12 @@ def test_the_cache_is_as_asked_for(changes):
 
 @pytest.mark.parametrize("length", [SHORTEST, 4, 17])
 def test_short_contexts(length):
-    assert names(trace(make_selector("exact_topk,topk=8"), layer(), length).step)
+    assert names(trace(make_selector("exact_topk,topk=8"), layer(), length).step.launches)
 
 
 def test_steps_in_two_parts_launch_what_each_part_does():
     found = trace(make_selector("full"), layer(), 300, fused=False)
-    assert names(found.step) == ["dense_attention_kernel", "combine_kernel"]
+    assert names(found.step.launches) == ["dense_attention_kernel", "combine_kernel"]
 
 
 def test_work_of_pytorch_is_counted():
@@ -81,18 +81,17 @@ def test_work_of_pytorch_is_counted():
         return twice.sum()
 
     found = trace(Custom(step), layer(), 10)
-    assert found.first_work == found.step_work == Work(torch_ops=3, workspace=4000 + 2 * (8 * 64 - 3) + 2)
-    assert found.prefill_work == Work(torch_ops=0, workspace=0)
-    assert found.step == []
+    assert found.first == found.step == Phase([], torch_ops=3, workspace=4000 + 2 * (8 * 64 - 3) + 2)
+    assert found.prefill == Phase([], torch_ops=0, workspace=0)
 
 
 def test_work_is_told_of_each_phase():
     """What catches up on the prompt is the first step's; what later steps take is theirs alone."""
     found = trace(make_selector("retopk"), layer(), 4096)
-    assert found.prefill == []
-    assert found.prefill_work.torch_ops > 0  # queries of the prompt are kept
-    assert found.first_work.torch_ops > found.step_work.torch_ops == 0
-    assert found.first_work.workspace > 10 * found.step_work.workspace
+    assert found.prefill.launches == []
+    assert found.prefill.torch_ops > 0  # queries of the prompt are kept
+    assert found.first.torch_ops > found.step.torch_ops == 0
+    assert found.first.workspace > 10 * found.step.workspace
 
 
 def test_work_of_a_prompt_is_counted():
@@ -101,8 +100,8 @@ def test_work_of_a_prompt_is_counted():
             query + query
 
     found = trace(Doubling(lambda query, kv: query), layer(), 10)
-    assert found.prefill_work == Work(torch_ops=1, workspace=8 * 8 * 64 * 2)
-    assert found.first_work == found.step_work == Work(torch_ops=0, workspace=0)
+    assert found.prefill == Phase([], torch_ops=1, workspace=8 * 8 * 64 * 2)
+    assert found.first == found.step == Phase([], torch_ops=0, workspace=0)
 
 
 def test_room_made_in_the_state_is_no_workspace():
@@ -110,7 +109,7 @@ def test_room_made_in_the_state_is_no_workspace():
     found = trace(make_selector("sparq"), layer(), 131072)
     copies_of_keys = found.state.nbytes()
     assert copies_of_keys >= 2 * 131072 * 64 * 2
-    assert found.step_work.workspace < copies_of_keys
+    assert found.step.workspace < copies_of_keys
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -121,7 +120,7 @@ def test_every_selector_has_its_steps_told(name):
         assert "looks at the content of tensors" in found.remark
         assert name == "loki"  # it learns its components from the prompt at the first step
         return
-    assert names(found.trace.step)
+    assert names(found.trace.step.launches)
 
 
 def test_a_group_too_large_is_refused_with_the_reason():

@@ -40,7 +40,7 @@ def tools():
 
 def steps(dim=64, dtype=torch.float32):
     layer = LayerSpec(0, 8, 2, dim, dtype, torch.device("meta"))
-    return trace(make_selector("full"), layer, 1000).step
+    return trace(make_selector("full"), layer, 1000).step.launches
 
 
 def outside(code, cache):
@@ -63,7 +63,7 @@ from sparsesel import LayerSpec, make_selector
 from sparsesel.explain import trace
 from sparsesel.ops.compilation import TARGETS, compile_launch
 layer = LayerSpec(0, 8, 2, 64, torch.bfloat16, torch.device("meta"))
-attention, combine = trace(make_selector("full"), layer, 1000).step
+attention, combine = trace(make_selector("full"), layer, 1000).step.launches
 took = {t: [dataclasses.astuple(compile_launch(one, t)) for one in (attention, combine)] for t in TARGETS}
 print(json.dumps(took))
 """
@@ -87,7 +87,7 @@ from sparsesel import LayerSpec, make_selector
 from sparsesel.explain import trace
 from sparsesel.ops.compilation import compile_launch
 layer = LayerSpec(0, 8, 2, 256, torch.float32, torch.device("meta"))
-attention = trace(make_selector("full"), layer, 1000).step[0]
+attention = trace(make_selector("full"), layer, 1000).step.launches[0]
 constants = tuple({**dict(attention.constants), "BLOCK_N": 64}.items())
 print(compile_launch(dataclasses.replace(attention, constants=constants, num_warps=1), "sm_80").spilled)
 few = dataclasses.replace(attention, max_registers=32)

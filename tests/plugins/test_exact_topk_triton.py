@@ -130,7 +130,7 @@ def test_a_step_waits_for_no_device_and_launches_four_kernels(monkeypatch, topk,
     layer = LayerSpec(16, 28, 4, 128, torch.bfloat16, torch.device("cpu"), batch_size=2)
     for length in (2000, 100_000):
         found = trace(make_selector("exact_topk", topk=topk), layer, length, **view)
-        names = [launch.kernel.split(":")[1] for launch in found.step]
+        names = [launch.kernel.split(":")[1] for launch in found.step.launches]
         assert names == ["qk_scores_kernel", "topk_kernel", "softmax_values_kernel", "combine_kernel"]
         if topk == 512:  # a percentage of each length is PyTorch's to compute
-            assert found.step_work.torch_ops == 0
+            assert found.step.torch_ops == 0

@@ -30,6 +30,6 @@ def test_two_launches_and_nothing_else(page_size):
     """No operation of PyTorch's but those that make a view of the cache."""
     layer = LayerSpec(0, 28, 4, 128, torch.bfloat16, torch.device("cpu"))
     found = trace(make_selector("full"), layer, 131072, page_size=page_size)
-    for launches in (found.first, found.step):
+    for launches in (found.first.launches, found.step.launches):
         assert [launch.kernel.split(":")[1] for launch in launches] == ["dense_attention_kernel", "combine_kernel"]
-    assert found.step_work.torch_ops == 0
+    assert found.step.torch_ops == 0

@@ -239,7 +239,7 @@ def test_a_step_waits_for_no_device(page_size, topk):
     """On tensors without content, which cannot be looked at."""
     layer = LayerSpec(16, 28, 4, 128, torch.bfloat16, torch.device("meta"), batch_size=2)
     found = trace(make_selector("loki", topk=topk), layer, 8192, page_size=page_size)
-    names = [launch.kernel.split(":")[1] for launch in found.step]
+    names = [launch.kernel.split(":")[1] for launch in found.step.launches]
     assert names[:2] == ["project_kernel", "qk_scores_kernel"]
     assert names[-2:] == ["sparse_attention_kernel", "combine_kernel"]
     assert len(names) <= 6

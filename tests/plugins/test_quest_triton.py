@@ -236,10 +236,13 @@ def test_state_stays_in_place():
 def test_a_step_waits_for_no_device(page_size, left_padded):
     """A meta tensor has no content, so whoever asked for some would fail."""
     found = trace(make_selector("quest"), META, 4099, page_size=page_size, left_padded=left_padded)
-    step = [launch.kernel.split(":")[1] for launch in found.step]
+    step = [launch.kernel.split(":")[1] for launch in found.step.launches]
     assert step[:3] == ["update_bounds_kernel", "plan_pages_kernel", "page_scores_kernel"]
     assert step[-2:] == ["page_attention_kernel", "combine_kernel"]
-    assert [launch.kernel for launch in found.prefill] == ["sparsesel_quest.kernels:update_bounds_kernel"]
-    assert found.step_work.torch_ops <= 1  # the new length
+    assert [launch.kernel for launch in found.prefill.launches] == ["sparsesel_quest.kernels:update_bounds_kernel"]
+    assert found.step.torch_ops <= 1  # the new length
     dense = trace(make_selector("quest,dense_layers=9"), META, 4099, page_size=page_size, left_padded=left_padded)
-    assert [launch.kernel.split(":")[1] for launch in dense.step] == ["dense_attention_kernel", "combine_kernel"]
+    assert [launch.kernel.split(":")[1] for launch in dense.step.launches] == [
+        "dense_attention_kernel",
+        "combine_kernel",
+    ]

@@ -337,7 +337,7 @@ class TestLaunches:
         """On tensors without content any question about one raises."""
         layer = LayerSpec(0, 4, 2, 64, torch.bfloat16, torch.device("cpu"), batch_size=2)
         found = trace(ReTopKSelector(make(**overrides), level=level), layer, 300, page_size=page_size)
-        names = [launch.kernel.split(":")[1] for launch in found.step]
+        names = [launch.kernel.split(":")[1] for launch in found.step.launches]
         exact = ["scan_kernel", "finish_exact_kernel"]
         assert names[-2:] == exact or level < 4
         if level >= 4:

@@ -279,7 +279,7 @@ def test_a_step_waits_for_no_device(page_size, left_padded):
     """A meta tensor has no content, so whoever asked for some would fail."""
     where = {"page_size": page_size, "left_padded": left_padded}
     found = trace(make_selector("sparq"), META, 4099, **where)
-    step = [launch.kernel.split(":")[1] for launch in found.step]
+    step = [launch.kernel.split(":")[1] for launch in found.step.launches]
     assert step[0] == "append_kernel"
     assert step[-7:-3] == [
         "choose_components_kernel",
@@ -288,6 +288,6 @@ def test_a_step_waits_for_no_device(page_size, left_padded):
         "topk_kernel",
     ]
     assert step[-3:] == ["sparse_attention_kernel", "reallocate_kernel", "count_kernel"]
-    assert found.step_work.torch_ops <= 1  # the new length
+    assert found.step.torch_ops <= 1  # the new length
     bare = trace(make_selector("sparq,reallocate=false"), META, 4099, **where)
-    assert [launch.kernel.split(":")[1] for launch in bare.step][-2:] == ["combine_kernel", "count_kernel"]
+    assert [launch.kernel.split(":")[1] for launch in bare.step.launches][-2:] == ["combine_kernel", "count_kernel"]

@@ -183,17 +183,17 @@ def test_launches_without_a_look_at_the_device(page_size, left_padded, topk):
     for positions, expected in (("original", [attention]), ("cache", [attention] * 2)):
         selector = make_selector("streaming_llm", topk=topk, positions=positions)
         found = trace(selector, layer, 20000, page_size=page_size, left_padded=left_padded)
-        assert not found.prefill
-        for launches in (found.first, found.step):
+        assert not found.prefill.launches
+        for launches in (found.first.launches, found.step.launches):
             assert [launch.kernel.split(":")[1] for launch in launches] == [*expected, "combine_kernel"]
         if topk == 512 and not left_padded:
-            assert found.step_work.torch_ops == 0
+            assert found.step.torch_ops == 0
 
 
 def test_no_list_of_positions_is_made():
     """What a step allocates is for the parts of its output alone."""
     layer = LayerSpec(16, 28, 4, 128, torch.bfloat16, torch.device("cpu"))
     found = trace(make_selector("streaming_llm"), layer, 131072)
-    parts = found.step[0].grid[0]
+    parts = found.step.launches[0].grid[0]
     rows = 28 * parts * (128 + 2) * 4 + 28 * 128 * 2
-    assert found.step_work.workspace - rows <= 64  # the sequences' lengths
+    assert found.step.workspace - rows <= 64  # the sequences' lengths

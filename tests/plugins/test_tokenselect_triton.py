@@ -258,16 +258,16 @@ def test_a_step_waits_for_no_device(page_size, topk):
     """On tensors without content, which cannot be looked at."""
     layer = LayerSpec(16, 28, 4, 128, torch.bfloat16, torch.device("meta"), batch_size=2)
     found = trace(make_selector("tokenselect", topk=topk), layer, 8192, page_size=page_size)
-    names = [launch.kernel.split(":")[1] for launch in found.step]
+    names = [launch.kernel.split(":")[1] for launch in found.step.launches]
     assert names[:3] == ["compare_kernel", "between_scores_kernel", "votes_kernel"]
     assert names[-3:] == ["set_kernel", "sparse_attention_kernel", "combine_kernel"]
-    assert not found.prefill
+    assert not found.prefill.launches
 
 
 def test_a_budget_without_a_selection_scores_nothing():
     layer = LayerSpec(16, 28, 4, 128, torch.bfloat16, torch.device("meta"))
     found = trace(make_selector("tokenselect", topk=96), layer, 8192)
-    names = [launch.kernel.split(":")[1] for launch in found.step]
+    names = [launch.kernel.split(":")[1] for launch in found.step.launches]
     assert names == ["compare_kernel", "set_kernel", "sparse_attention_kernel", "combine_kernel"]
 
 
