@@ -34,10 +34,15 @@ AXES: dict[str, tuple[Any, ...]] = {
     "length": (515, 4099, 131072),
     "batch_size": (1, 8),
 }
-# A usual one, and one that asks the most of registers and shared memory.
+# A usual one, and one that asks much of registers and shared memory.
 STARTS: tuple[dict[str, Any], ...] = (
     {"dtype": torch.bfloat16, "head_dim": 128, "group_size": 7, "layout": "dense", "length": 131072, "batch_size": 1},
     {"dtype": torch.float32, "head_dim": 256, "group_size": 4, "layout": "paged", "length": 4099, "batch_size": 8},
+)
+# What asks the most of them, and pairs of values alone may leave out: wide heads, many to a key-value head.
+CORNERS: tuple[dict[str, Any], ...] = tuple(
+    {"dtype": dtype, "head_dim": 256, "group_size": 16, "layout": "paged", "length": 131072, "batch_size": 1}
+    for dtype in (torch.bfloat16, torch.float32)
 )
 PAGE = 16
 BUDGET = 512
@@ -52,7 +57,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "sparq": ("sparq,rank=64", "sparq,reallocate=false"),
     "loki": ("loki,rank=32",),
 }
-# As small as numbers get: what is 1 is a constant to Triton. These and presets are traced at the geometries `STARTS`.
+# As small as numbers get: what is 1 is a constant to Triton. These and presets are traced at `STARTS` and `CORNERS`.
 SMALLEST = {
     "exact_topk": ("exact_topk,topk=1",),
     "retopk": ("retopk,topk=1", "retopk,topk=1,cache_size=1,recall_size=1,window_size=1,refresh_interval=1"),
@@ -124,7 +129,8 @@ def collect() -> Found:
     for name, variants in groups.items():
         starts = [{"variant": variant, **geometry} for geometry in STARTS for variant in variants]
         varied = [variant for variant in variants if variant not in brief]
-        for combination in pairwise({"variant": varied, **AXES}, starts):
+        corners = [{"variant": variant, **geometry} for geometry in CORNERS for variant in variants]
+        for combination in [*pairwise({"variant": varied, **AXES}, starts), *corners]:
             geometry = dict(combination)
             variant = geometry.pop("variant")
             try:

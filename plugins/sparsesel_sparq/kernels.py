@@ -400,6 +400,7 @@ def choose(found: Approximation, kv: KVView, *, topk: int | str, local_size: int
     launch(
         merit_kernel,
         (found.stats.shape[1], kv.num_heads, batch),
+        max_registers=128,
         **found.arguments(),
         **budget,
         p_lengths=lengths,

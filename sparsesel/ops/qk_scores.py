@@ -98,6 +98,8 @@ def _scores(
     scores = rows(kv.max_length)
     maxima = rows(-(-kv.max_length // tile)) if tile else None
     splits = num_splits(batch * kv.num_heads, kv.max_length)
+    # Of narrow float32 keys the assembler, left to choose, spills some registers; of wide ones, where it is told.
+    is_narrow = kv.keys.dtype == torch.float32 and kv.keys.shape[3] <= 32
     launch(
         qk_scores_kernel,
         (splits, kv.num_heads, batch),
@@ -113,5 +115,6 @@ def _scores(
         TILE=tile,
         BLOCK_N=block_tokens(kv.keys),
         num_stages=3,
+        max_registers=168 if is_narrow else 0,
     )
     return scores, maxima
