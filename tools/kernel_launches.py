@@ -67,6 +67,8 @@ SMALLEST = {
     "loki": ("loki,topk=1,rank=1",),
     "tokenselect": ("tokenselect,topk=3,sink_size=1,local_size=1",),
 }
+# As large as numbers get; traced at `CORNERS` alone.
+LARGEST = {"sparq": ("sparq,rank=256",), "loki": ("loki,rank=256",)}
 LEVELS = (1, 2, 3, 5)  # stages of fusion that retopk has beside its own choice
 
 
@@ -123,12 +125,14 @@ def collect() -> Found:
     sample: dict[str, Launch] = {}
     failures: dict[str, str] = {}
     groups = {"operations": _operations(), **_selectors()}
+    largest = _largest()
     named = {variant for variants in VARIANTS.values() for variant in variants}
     brief = {variant for variants in groups.values() for variant in variants if ":" in variant} - named
     brief |= {variant for variants in SMALLEST.values() for variant in variants}
     for name, variants in groups.items():
         starts = [{"variant": variant, **geometry} for geometry in STARTS for variant in variants]
         varied = [variant for variant in variants if variant not in brief]
+        variants = variants | largest.get(name, {})
         corners = [{"variant": variant, **geometry} for geometry in CORNERS for variant in variants]
         for combination in [*pairwise({"variant": varied, **AXES}, starts), *corners]:
             geometry = dict(combination)
@@ -160,6 +164,20 @@ def _selectors() -> dict[str, dict[str, Tracer]]:
         found[name] = {spec: functools.partial(_of_selector, spec, {}) for spec in specs}
         if name == "retopk":
             found[name] |= {f"level {n}": functools.partial(_of_selector, name, {"level": n}) for n in LEVELS}
+    return found
+
+
+def _largest() -> dict[str, dict[str, Tracer]]:
+    """What is traced at `CORNERS` alone."""
+    found: dict[str, dict[str, Tracer]] = {
+        name: {spec: functools.partial(_of_selector, spec, {}) for spec in specs} for name, specs in LARGEST.items()
+    }
+    types = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    found["operations"] = {
+        f"float32 queries of {name}, lists per {per}": functools.partial(_of_mixed_operations, per, kv_dtype)
+        for name, kv_dtype in types.items()
+        for per in ("query head", "KV head")
+    }
     return found
 
 
@@ -214,13 +232,20 @@ def _operations() -> dict[str, Tracer]:
     return {f"lists per {per}": functools.partial(_of_operations, per) for per in ("query head", "KV head", "layer")}
 
 
-def _of_operations(per: str, *, length: int, layout: str, **geometry: Any) -> list[Launch]:
+def _of_mixed_operations(per: str, kv_dtype: torch.dtype, *, dtype: torch.dtype, **geometry: Any) -> list[Launch]:
+    """With queries of float32, whatever the type asked for."""
+    return _of_operations(per, query_dtype=torch.float32, dtype=kv_dtype, **geometry)
+
+
+def _of_operations(
+    per: str, *, length: int, layout: str, query_dtype: torch.dtype | None = None, **geometry: Any
+) -> list[Launch]:
     layer = _layer(**geometry)
     kv = meta_view(layer, length, length, **_layout(layout))
     batch, heads = layer.batch_size, layer.num_attention_heads
     lists = {"query head": heads, "KV head": layer.num_key_value_heads, "layer": 1}[per]
     with backend.using("triton"), recording() as launches:
-        query = torch.empty(batch, heads, 1, layer.head_dim, dtype=layer.dtype, device="meta")
+        query = torch.empty(batch, heads, 1, layer.head_dim, dtype=query_dtype or layer.dtype, device="meta")
         indices = torch.empty(batch, lists, BUDGET, dtype=torch.int32, device="meta")
         ops.dense_attention(query, kv, scale=1.0)
         scores = ops.qk_scores(query, kv, scale=1.0)

@@ -316,6 +316,10 @@ def approximate(
     )
     width = -(-kv.max_length // _WEIGHTS) * _WEIGHTS  # whole tiles, of keys as well
     splits = num_splits(batch * kv_heads, kv.max_length)
+    # So many components are read in several parts, one after another: few registers are left to read ahead. The
+    # assembler spills some of 16-bit ones where it is left to choose, and of float32 where it is told.
+    is_wide = rank > 128
+    registers = (0 if components.dtype == torch.float32 else 255) if is_wide else 128
     found = Approximation(
         torch.empty(batch, heads, width, dtype=torch.float32, device=device),
         torch.empty(batch * heads, splits, 2, dtype=torch.float32, device=device),
@@ -324,7 +328,7 @@ def approximate(
     launch(
         approximate_scores_kernel,
         (splits, kv_heads, batch),
-        max_registers=128,
+        max_registers=registers,
         **queries,
         **found.arguments(),
         p_dims=dims,
@@ -333,6 +337,7 @@ def approximate(
         capacity=capacity,
         p_lengths=kv.lengths.contiguous(),
         limit=torch.finfo(torch.float32).max,
+        num_stages=1 if is_wide else 2,
         RANK=rank,
         BLOCK_N=_KEYS,
         BLOCK_R=min(_COMPONENTS, block_channels(rank)),

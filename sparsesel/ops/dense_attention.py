@@ -82,6 +82,8 @@ def dense_attention(
         p_counters=counters,
         num_splits=splits,
         scale=scale,
+        # Left to choose, the assembler spills some where queries are not of the keys' type.
+        max_registers=0 if query.dtype == kv.keys.dtype else 255,
         DIM_V=dim_v,
         BLOCK_N=min(block_tokens(kv.keys), block_tokens(kv.values)),
         BLOCK_DV=block_channels(dim_v),

@@ -26,6 +26,8 @@ from sparsesel.ops.reference import row_topk
 BLOCK_G = 16
 # A tile has all channels of 16 keys or more: longer ones would not fit into shared memory.
 MAX_HEAD_DIM = 512
+# Programs along the second and third axis of a grid, on CUDA.
+MAX_GRID = 65535
 
 TYPES = {
     torch.float32: "fp32",
@@ -118,9 +120,19 @@ def launch(
         max_registers: Registers of a thread that NVIDIA's assembler may use, as many as it likes if 0. Left to choose,
             it rather spills some of them than run fewer programs at a time.
         arguments: By parameter name. None for a pointer means that there is nothing there.
+
+    Raises:
+        InputError: The grid has more programs along its second or third axis than CUDA devices launch.
     """
     if 0 in grid:
         return
+    if max(grid[1:], default=1) > MAX_GRID:
+        raise InputError(
+            "batch size or heads",
+            expected=f"at most {MAX_GRID} of each: a grid of programs has no more but along its first axis",
+            got="×".join(map(str, grid)),
+            remedy="Decode fewer sequences at a time, or choose backend=eager.",
+        )
     record = _record.get()
     watched: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if record is not None:

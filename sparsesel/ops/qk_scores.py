@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparsesel.kv import KVView
-from sparsesel.ops.launch import block_tokens, kv_arguments, launch, query_arguments
+from sparsesel.ops.launch import block_channels, block_tokens, kv_arguments, launch, query_arguments
 from sparsesel.ops.primitives import load_group, load_rows, products, sequence, token_offsets
 from sparsesel.ops.split_k import num_splits, part
 
@@ -98,6 +98,8 @@ def _scores(
     scores = rows(kv.max_length)
     maxima = rows(-(-kv.max_length // tile)) if tile else None
     splits = num_splits(batch * kv.num_heads, kv.max_length)
+    # Wide 16-bit keys become float32 for queries of that type: none but those at work fit into registers.
+    is_wide = query.dtype != kv.keys.dtype and block_channels(kv.keys.shape[3]) > 128
     # Of narrow float32 keys the assembler, left to choose, spills some registers; of wide ones, where it is told.
     is_narrow = kv.keys.dtype == torch.float32 and kv.keys.shape[3] <= 32
     launch(
@@ -114,7 +116,7 @@ def _scores(
         FILL=fill,
         TILE=tile,
         BLOCK_N=block_tokens(kv.keys),
-        num_stages=3,
+        num_stages=1 if is_wide else 3,
         max_registers=168 if is_narrow else 0,
     )
     return scores, maxima

@@ -153,12 +153,13 @@ def _parts(
     splits = num_splits(batch * programs, slots, least=_LEAST_KEYS)
     parts = torch.empty(batch * num_heads, splits, dim_v, dtype=torch.float32, device=kv.device)
     lse = torch.empty(batch * num_heads, splits, 2, dtype=torch.float32, device=kv.device)
+    is_mixed = arguments.get("p_q", kv.keys).dtype != kv.keys.dtype
     launch(
         kernel,
         (splits, programs, batch),
         num_stages=stages,
         # A single query needs few; those of a group need all that there are, if of float32 or where one part is all.
-        max_registers=168 if arguments["BLOCK_G"] == 1 else 255 if stages == 1 or splits == 1 else 0,
+        max_registers=168 if arguments["BLOCK_G"] == 1 else 255 if stages == 1 or splits == 1 or is_mixed else 0,
         **arguments,
         p_part=parts,
         p_lse=lse,

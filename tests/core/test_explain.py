@@ -195,3 +195,11 @@ def test_a_view_without_content_has_the_shape_of_a_cache():
     assert view.keys.shape == (9, 2, 16, 64)
     assert (view.batch_size, view.max_length, view.device.type) == (3, 33, "meta")
     assert meta_view(layer(), 33, 40).keys.stride(1) == 40 * 64
+
+
+def test_a_grid_that_no_device_launches_is_refused():
+    found = explain(make_selector("full"), layer(batch=70_000), 700, device="cuda")
+    assert found.trace is None
+    assert found.refused is not None
+    assert "65535" in found.refused
+    assert explain(make_selector("full"), layer(batch=65_535), 700, device="cuda").refused is None
