@@ -23,13 +23,14 @@ COPIED = 2 << 30  # bytes, far more than a cache of any device holds
 
 def describe(device: str) -> dict[str, Any]:
     """What there is; the bandwidth and what concerns a GPU only where there is one."""
+    folders = package_folders()
     return {
         "device": provenance.device_name(torch.device(device)),
         "versions": {"sparsesel": sparsesel.__version__, "python": platform.python_version(), **_versions()},
         "commit": provenance.commit(),
-        "in_checkout": (package_folders()[0].parent / ".git").exists(),
-        "sources": sources(package_folders()),
-        "folders": [str(folder) for folder in package_folders()],
+        "in_checkout": (folders[0].parent / ".git").exists(),
+        "sources": sources(folders),
+        "folders": [str(folder) for folder in folders],
         "cpus": len(os.sched_getaffinity(0)),
         "gpu": _gpu() if device == "cuda" else NO_DEVICE,
         "bandwidth": measured_bandwidth() if device == "cuda" else NO_DEVICE,
